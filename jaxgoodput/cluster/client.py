@@ -22,7 +22,7 @@ _PREFIX = "/v1"
 
 
 class Unreachable(OSError):
-    """The scheduler does not answer, or another program answers in its place."""
+    """The scheduler does not answer, or another program answers at its address."""
 
 
 class RequestRefused(Exception):

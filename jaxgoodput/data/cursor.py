@@ -63,7 +63,7 @@ def _check_field(name: str, value: Any) -> None:
 
 
 class Permutations:
-    """A cache of the two parts of orders that were used last, so that small batches do not recompute them.
+    """A cache of the two parts of shuffled orders that were used last, so that they are computed once.
 
     Hold one if you call `take` in a loop. Two parts are kept because a batch may straddle a border.
     """

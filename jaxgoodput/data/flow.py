@@ -34,10 +34,10 @@ FACTOR = 0x100000001B3  # multiplier of the polynomial hash of text
 
 @runtime_checkable
 class RowReader(Protocol):
-    """A table whose rows are read by id, such as a `TieredTable`."""
+    """A table whose rows can be read by id, such as a `TieredTable`."""
 
     def read(self, ids: Int[np.ndarray, " n"]) -> np.ndarray:
-        """Return a row for each id."""
+        """Return the row of each id, in the same order."""
         ...
 
 
@@ -49,7 +49,7 @@ class Exchange(Protocol):
     count: int
 
     def all_to_all(self, parts: Sequence[Mapping[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
-        """Send part i to process i; return what each process has sent to this one."""
+        """Send `parts[i]` to process i; return what each process has sent to this one, by its number."""
         ...
 
 
@@ -61,7 +61,7 @@ class ReducedKeys:
     values: np.ndarray
 
     def everywhere(self, exchange: Exchange | None = None) -> "ReducedKeys":
-        """Return the keys of all processes, on each of them."""
+        """Return the keys of all processes and their values, the same on each process."""
         if exchange is None:
             return self
         part = {"keys": self.keys, "values": self.values}
@@ -75,13 +75,13 @@ class ReducedKeys:
 
 
 class Flow:
-    """A lazy pipeline over batches. Each iteration calls `batches` anew."""
+    """A lazy pipeline over batches. Each iteration calls the function `batches` anew."""
 
     def __init__(self, batches: Callable[[], Iterable[Batch]]):
         self._batches = batches
 
     def __iter__(self) -> Iterator[Batch]:
-        """Iterate over the batches from the first."""
+        """Iterate over all batches, beginning with the first."""
         return iter(self._batches())
 
     def lookup(self, table: RowReader, *, ids: str, into: str) -> "Flow":
@@ -171,7 +171,7 @@ class FolderExchange:
         self._round = 0
 
     def all_to_all(self, parts: Sequence[Mapping[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
-        """Send part i to process i; return what each process has sent to this one."""
+        """Send `parts[i]` to process i; return what each process has sent to this one, by its number."""
         number = self._round
         self._round += 1
         for other, part in enumerate(parts):
@@ -218,7 +218,7 @@ def _column(batch: Batch, name: str) -> np.ndarray:
 
 
 def _checked(keys: np.ndarray, values: np.ndarray, reduce: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return keys and values as flat columns, in the types in which they are reduced."""
+    """Return keys and values as one-dimensional arrays of the types in which they are reduced."""
     if keys.dtype.kind not in "iuUS":
         raise TypeError(
             f"Keys of dtype {keys.dtype} cannot be compared exactly. Pass integers or text."
@@ -246,7 +246,7 @@ def _checked(keys: np.ndarray, values: np.ndarray, reduce: str) -> tuple[np.ndar
 
 
 def _int64(numbers: np.ndarray, what: str) -> np.ndarray:
-    """Convert integers to int64, in which signed and unsigned ones compare equal."""
+    """Convert integers to int64, so that signed and unsigned ones can be compared."""
     if numbers.dtype == np.uint64 and numbers.max(initial=0) >= 2**63:
         raise ValueError(
             f"{what} contain {numbers.max()}. Integers must be below 2**63, so that signed and unsigned ones "
@@ -273,7 +273,7 @@ def _merged(parts: Sequence[ReducedKeys], reducer: np.ufunc) -> ReducedKeys:
 
 
 def _joined(parts: Sequence[Mapping[str, np.ndarray]], reducer: np.ufunc | None) -> ReducedKeys:
-    """Merge what processes have sent. Without a reducer, no key may be in two parts."""
+    """Merge the keys and values that processes have sent. Without a reducer, no key may be in two of them."""
     found = [ReducedKeys(part["keys"], part["values"]) for part in parts]
     kinds = {part.keys.dtype.kind for part in found if len(part.keys)}
     if len(kinds) > 1 and not kinds <= {"i", "u"}:
@@ -284,7 +284,7 @@ def _joined(parts: Sequence[Mapping[str, np.ndarray]], reducer: np.ufunc | None)
 
 
 def _hashes(keys: np.ndarray) -> np.ndarray:
-    """Return a hash of each key, which does not depend on the width of the array's text."""
+    """Return a hash of each key; the same text has the same hash in arrays of any width."""
     if keys.dtype.kind in "iu":
         return mixed(keys)
     letters = np.ascontiguousarray(keys).view(np.uint32 if keys.dtype.kind == "U" else np.uint8)

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int, Integer
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Documents as rows of one length."""
+    """Documents of tokens as rows of one length, the shorter ones padded."""
 
     tokens: Integer[np.ndarray, "rows length"]
     """Documents, followed by zeros."""

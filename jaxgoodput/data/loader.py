@@ -39,7 +39,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The samples of one update."""
+    """The samples of one step, which is one update of the parameters."""
 
     micro_batches: tuple[MicroBatch, ...]
     """`config.num_micro_batches` micro-batches. A run's last batch may have fewer, and a smaller last one."""
@@ -141,12 +141,12 @@ class Loader:
 
     @property
     def cursor(self) -> Cursor:
-        """The first sample that was not handed out: where a restart resumes."""
+        """The place of the first sample that was not handed out yet, at which a restart resumes."""
         return self._ahead.head.cursor
 
     @property
     def stream(self) -> StreamState | None:
-        """The state to which a stream must be set back to resume from `cursor`; None for other sources."""
+        """The state to which a stream must be restored to resume from `cursor`; None for other sources."""
         return self._reader.stream_state(self._ahead.head)
 
     @property
@@ -155,7 +155,7 @@ class Loader:
         return self._reader.readers.num_retried
 
     def place(self, sharding: NamedSharding) -> None:
-        """Put batches there from now on. What was read ahead for another sharding is read again."""
+        """Put batches on the devices of `sharding` from now on. What was read for another is read again."""
         self._ahead.place(sharding)
         self._config = None
 
@@ -318,7 +318,7 @@ class Loader:
         num_parts: int,
         lease: Callable[[], int],
     ) -> Iterator[MicroBatch]:
-        """Read the parts that `lease` assigns to this process, at least one."""
+        """Yield the parts of a micro-batch that `lease` assigns to this process; at least one part."""
         has_any = False
         while (part := lease()) < num_parts or not has_any:
             with jax.transfer_guard("allow"):

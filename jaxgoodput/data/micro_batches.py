@@ -38,7 +38,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the order of samples."""
+    """A place in the order in which samples are handed out."""
 
     cursor: Cursor
     handed_out: int = 0
@@ -47,7 +47,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Places:
-    """Consecutive samples of the order."""
+    """Which samples come next in the order, and in which epoch each is read."""
 
     indices: Int[np.ndarray, " num_samples"]
     epochs: Int[np.ndarray, " num_samples"]
@@ -56,7 +56,7 @@ class Places:
 
 @dataclass(frozen=True)
 class PendingRead:
-    """A micro-batch whose samples are being read."""
+    """A micro-batch whose samples are still being read."""
 
     before: Position
     places: Places
@@ -73,7 +73,7 @@ class PendingRead:
 
 @dataclass(frozen=True)
 class Portion:
-    """A finished micro-batch of all processes, with this process's part of it."""
+    """A micro-batch that has been read: this process's part of it, and which samples it has in total."""
 
     micro_batch: MicroBatch
     num_rows: int
@@ -95,7 +95,7 @@ class ReadFailure:
     def of(
         cls, error: BaseException, position: Position, indices: Int[np.ndarray, " n"]
     ) -> "ReadFailure":
-        """Describe an error in a micro-batch of these samples, which begins at `position`."""
+        """Return the failure for an error in a micro-batch of these samples that begins at `position`."""
         shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
         return cls(
             error,
@@ -106,7 +106,7 @@ class ReadFailure:
 
 @dataclass(frozen=True)
 class DataEnd:
-    """The data have ended, or enough samples have been handed out."""
+    """No micro-batch follows: the data have ended, or enough samples have been handed out."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -146,11 +146,11 @@ class MicroBatchReader:
         return self._stream is not None
 
     def stream_state(self, position: Position) -> StreamState | None:
-        """Return what a stream must be set back to in order to resume at `position`; None: no stream."""
+        """Return the state to restore a stream to so as to resume at `position`; None without a stream."""
         return None if self._stream is None else self._stream.state_at(position.cursor.offset)
 
     def release(self, position: Position) -> None:
-        """Forget the samples of a stream before `position`, which have been handed out."""
+        """Forget the samples of a stream before `position`, as they have been handed out."""
         if self._stream is not None:
             self._stream.release(position.cursor.offset)
 
@@ -183,7 +183,7 @@ class MicroBatchReader:
     def begin(
         self, position: Position, config: BatchConfig, sharding: NamedSharding
     ) -> PendingRead | ReadFailure | DataEnd:
-        """Begin to read the micro-batch at `position`."""
+        """Begin to read the micro-batch at `position`, without waiting for its samples."""
         indices = np.empty(0, np.int64)
         try:
             places = self.places(position, config.num_replicas * config.micro_batch_size)
@@ -213,7 +213,7 @@ class MicroBatchReader:
     def finish(
         self, pending: PendingRead | ReadFailure | DataEnd
     ) -> Portion | ReadFailure | DataEnd:
-        """Wait for the samples of a micro-batch, and put them on the devices."""
+        """Wait until the samples of a micro-batch have been read, and put them on the devices."""
         if not isinstance(pending, PendingRead):
             return pending
         began_s = self.clock.now()
@@ -244,7 +244,7 @@ class MicroBatchReader:
     def _begin_rows(
         self, sharding: NamedSharding, num_rows: int, part: int, places: Places
     ) -> tuple[int, Reading]:
-        """Begin to read the rows of a part that this process holds; return how many of them are samples."""
+        """Begin to read the rows that this process holds of a part; return how many of them are samples."""
         held, _ = self._held_rows(sharding, num_rows)
         rows = part * num_rows + held
         mine = rows[rows < len(places.indices)]
@@ -273,7 +273,7 @@ class MicroBatchReader:
         return MicroBatch(data=data, mask=mask, on_host=on_host)
 
     def _held_rows(self, sharding: NamedSharding, num_rows: int) -> tuple[np.ndarray, Array]:
-        """Return which rows this process holds, and the mask that micro-batches without padding share."""
+        """Return which of `num_rows` rows this process holds, and a mask of ones, which is made once."""
         key = (sharding, num_rows)
         if self._held is None or self._held[0] != key:
             held = held_rows(sharding, num_rows)

@@ -67,29 +67,29 @@ class ReadAhead:
 
     @property
     def head(self) -> Position:
-        """The first sample that was not handed out."""
+        """The place of the first sample that was not handed out yet."""
         with self._changed:
             return self._head
 
     @property
     def sharding(self) -> NamedSharding:
-        """The sharding of the micro-batches."""
+        """How the rows of micro-batches lie on the devices."""
         return self._sharding
 
     def place(self, sharding: NamedSharding) -> None:
-        """Put micro-batches there from now on. What was read ahead for another sharding is dropped."""
+        """Put micro-batches on the devices of `sharding` from now on; drop what was read for another."""
         with self._changed:
             if sharding != self._sharding:
                 self._sharding = sharding
                 self._restart(self._head)
 
     def go_back(self, position: Position) -> None:
-        """Hand out the samples from `position` on again."""
+        """Hand out the samples from `position` on once more."""
         with self._changed:
             self._restart(position)
 
     def configure(self, config: BatchConfig) -> None:
-        """Read in the shape of `config` from now on."""
+        """Read micro-batches of the sizes that `config` says from now on."""
         with self._changed:
             old = self._config
             if old is None or (old.micro_batch_size, old.num_replicas) != (
@@ -171,7 +171,7 @@ class ReadAhead:
     # -- under the lock --------------------------------------------------------------------------
 
     def _restart(self, position: Position) -> None:
-        """Drop what was read ahead, and hand out samples from `position` on."""
+        """Drop all micro-batches that were read ahead, and continue at `position`."""
         self._head = self._tail = position
         self._config = None
         self._queue.clear()
@@ -181,17 +181,17 @@ class ReadAhead:
         return len(self._queue) >= count or self._has_ended()
 
     def _has_ended(self) -> bool:
-        """Return whether no micro-batch can follow the queue's last entry."""
+        """Return whether the queue ends with a failure or the end of the data, so that nothing can follow."""
         return bool(self._queue) and not isinstance(self._queue[-1], Portion)
 
     def _room(self) -> int:
-        """Return how many more micro-batches the queue may hold."""
+        """Return how many more micro-batches the queue of micro-batches read ahead may take."""
         if self._config is None or self._has_ended():
             return 0
         return self._num_batches * self._config.num_micro_batches - len(self._queue)
 
     def _may_begin(self, pending: Pending) -> bool:
-        """Return whether to begin another micro-batch."""
+        """Return whether to begin to read another micro-batch after `pending` was begun."""
         readers = self._reader.readers
         if not pending or not readers.are_threads:
             return not pending and self._room() > 0
@@ -269,7 +269,7 @@ def _caught(make: Callable[[], T], position: Position) -> T | ReadFailure:
 
 
 def _drop(pending: Pending) -> None:
-    """Cancel the reads of micro-batches that will not be handed out."""
+    """Cancel the reads of this micro-batch, as it will not be handed out."""
     for one in pending:
         if isinstance(one, PendingRead):
             one.reading.cancel()

@@ -44,7 +44,7 @@ class Attempts:
     """Called before each repetition."""
 
     def __call__(self, read: Callable[[], T]) -> T:
-        """Return what `read` returns. Raises what it raised last, if no attempt succeeds."""
+        """Call `read` until it succeeds, and return its result. Raises its last error if attempts run out."""
         num_tried = 0
         while True:
             try:
@@ -77,7 +77,7 @@ class Reading:
     """Reads of single samples by the pool's threads."""
 
     def cancel(self) -> None:
-        """Cancel the reads that no thread has begun."""
+        """Cancel the reads of the batch that no thread has begun yet."""
         for read in self.reads:
             read.cancel()
 
@@ -120,12 +120,12 @@ class Readers:
 
     @property
     def are_threads(self) -> bool:
-        """Whether reads that were begun proceed in the background."""
+        """Whether reads that were begun continue in the background, on threads."""
         return self._num_threads > 1
 
     @property
     def num_retried(self) -> int:
-        """Number of reads so far that failed and were repeated."""
+        """Number of reads so far that failed and were tried again."""
         return self._num_retried
 
     def begin(self, indices: Int[np.ndarray, " n"], epochs: Int[np.ndarray, " n"]) -> Reading:
@@ -147,7 +147,7 @@ class Readers:
         return Reading(lambda: samples.stacked([r.result() for r in reads], indices), reads)
 
     def stop(self) -> None:
-        """Begin no further read; results of such reads raise CancelledError. Idempotent."""
+        """Begin no further read: the ones that wait raise CancelledError. Idempotent."""
         with self._lock:
             stopped, self._stopped = self._stopped, True
         if not stopped:
@@ -200,7 +200,7 @@ class Readers:
 
 
 def _is_transient(error: BaseException | None) -> bool:
-    """Return whether an error is transient, or was caused by one that is."""
+    """Return whether an error may pass by itself: it is an OSError, or was caused by one."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__
     return error is not None

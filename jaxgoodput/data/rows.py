@@ -70,7 +70,7 @@ def _kind_of_leaf(path: Any, array: Any, count: int) -> jax.ShapeDtypeStruct:
 
 
 def _is_kind(rows: PyTree, expected: PyTree[jax.ShapeDtypeStruct], count: int) -> bool:
-    """Return whether a batch is as expected; a fast path that prepares no names for error messages."""
+    """Return whether a batch has the expected structure, types and shapes; quick, as it prepares no error."""
     leaves, structure = jax.tree.flatten(rows)
     wanted, old_structure = jax.tree.flatten(expected)
     return structure == old_structure and all(
@@ -170,5 +170,5 @@ def check_numeric(path: Any, dtype: np.dtype) -> None:
 
 
 def leaf_name(path: Any) -> str:
-    """Return the name of a leaf of a sample, for error messages."""
+    """Return a readable name for the path of a leaf in a sample, for error messages."""
     return jax.tree_util.keystr(path) or "(the sample itself)"

@@ -44,7 +44,7 @@ def _through(
     sides: tuple[np.uint64, np.uint64],
     keys: UInt64[np.ndarray, " rounds"],
 ) -> UInt64[np.ndarray, " n"]:
-    """Apply all rounds once: a permutation of `range(sides[0] * sides[1])`."""
+    """Apply all rounds of the cipher once to numbers below `sides[0] * sides[1]`, a permutation of them."""
     halves = list(np.divmod(pairs, sides[1]))
     for i, key in enumerate(keys):
         here, other = i % 2, 1 - i % 2
@@ -58,7 +58,7 @@ def _added(
     key: np.uint64,
     side: np.uint64,
 ) -> UInt64[np.ndarray, " n"]:
-    """Return (half + hash of other) modulo `side`, which is below 2^32."""
+    """Return `half` plus a hash of `other`, modulo `side`, which is below 2^32."""
     mixed = other + key
     mixed *= FACTORS[0]
     mixed ^= mixed >> HALF

@@ -88,7 +88,7 @@ class ArraySource(Source):
         self._size = size
 
     def __len__(self) -> int:
-        """Return the number of rows."""
+        """Return the number of rows of the arrays, which is the number of samples."""
         return self._size
 
     def batch(self, indices: Int[np.ndarray, " n"]) -> PyTree[np.ndarray]:
@@ -144,17 +144,17 @@ class SequenceSource(Source):
 
     @property
     def is_read_one_by_one(self) -> bool:
-        """Whether a batch is read by one call of `sample` per sample."""
+        """Whether a batch is read by a call of `sample` for each sample, instead of one for all."""
         return self._indexing == "one" or self._takes_epochs
 
     def batch(self, indices: Int[np.ndarray, " n"]) -> PyTree[np.ndarray]:
-        """Return the items at `indices`, augmented for epoch 0, stacked leaf by leaf."""
+        """Return the items at `indices`, augmented as in epoch 0, with the arrays of each leaf stacked."""
         return self.batch_of_epochs(indices, np.zeros_like(indices))
 
     def batch_of_epochs(
         self, indices: Int[np.ndarray, " n"], epochs: Int[np.ndarray, " n"]
     ) -> PyTree[np.ndarray]:
-        """Return the items at `indices`, augmented for their `epochs`, stacked leaf by leaf."""
+        """Return the items at `indices`, augmented for their `epochs`; arrays of each leaf are stacked."""
         if self.is_read_one_by_one:
             pairs = zip(indices.tolist(), epochs.tolist(), strict=True)
             return self.stacked([self.sample(index, epoch) for index, epoch in pairs], indices)
@@ -177,7 +177,7 @@ class SequenceSource(Source):
             raise RuntimeError(_failure(f"sample {index}", error)) from error
 
     def stacked(self, items: list[Any], indices: Int[np.ndarray, " n"]) -> PyTree[np.ndarray]:
-        """Stack items that `sample` returned, leaf by leaf."""
+        """Stack the arrays of items that `sample` returned into a batch, leaf by leaf."""
         return _stack(items, indices)
 
     def _item(self, index: int, epoch: int) -> Any:
@@ -217,7 +217,7 @@ class GrainSource(SequenceSource):
 
 @dataclass(frozen=True)
 class StreamState:
-    """A stream's own state at some place, from which it can continue."""
+    """A stream's own state at a place in the stream, from which the stream can continue."""
 
     place: int
     """Number of samples before this place, since the beginning of the stream."""
@@ -310,7 +310,7 @@ class StreamSource(Source):
         return _stack([self._items[i] for i in indices.tolist()], indices)
 
     def release(self, place: int) -> None:
-        """Forget the samples before `place`, which are not needed again."""
+        """Forget the kept samples before `place`, as they are not needed again."""
         for used in range(self._released, place):
             self._items.pop(used, None)
         self._released = max(self._released, place)
@@ -319,7 +319,7 @@ class StreamSource(Source):
                 del self._states[0]
 
     def state_at(self, place: int) -> StreamState:
-        """Return the last saved state at or before `place`, which must not have been released."""
+        """Return the last saved state at or before sample number `place`, which must not be released."""
         with self._lock:
             return [state for state in self._states if state.place <= place][-1]
 
@@ -484,7 +484,7 @@ def _refuse_lists(item: Any, index: int) -> None:
 
 
 def _is_list_of_numbers(x: Any) -> bool:
-    """Return whether `x` is a list of numbers, or of such lists."""
+    """Return whether `x` is a list of numbers, or of lists of numbers at any depth."""
     return isinstance(x, list) and bool(x) and all(_is_number(one) for one in x)
 
 

@@ -37,7 +37,9 @@ _ADDED /= 2**30
 
 
 def warmer(heat: Float64[np.ndarray, " n"], read: float) -> Float64[np.ndarray, " n"]:
-    """Return log2(2**heat + 2**read) to 6 places, with the same bits on every processor.
+    """Return log2(2**heat + 2**read) to 6 places: the heat of a row after another read.
+
+    The bits are the same on every processor.
 
     >>> warmer(np.array([3.0, -np.inf]), 3.0).tolist()
     [4.0, 3.0]
@@ -50,7 +52,7 @@ def warmer(heat: Float64[np.ndarray, " n"], read: float) -> Float64[np.ndarray, 
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """The moves that one batch causes in one table, and the slots of its rows after them."""
+    """What one batch needs of a table: which rows to move between tiers, and the slots of its rows."""
 
     number: int
     """Number of the batch, from 0."""
@@ -83,7 +85,7 @@ class SlotPlan:
 
 
 class Tier:
-    """The slots of one tier: the id and heat of each row, and the batch until which it is needed."""
+    """The row slots of one tier (device or RAM): which row each holds, its heat, and until when it stays."""
 
     def __init__(self, num_slots: int, num_ids: int | None):
         self.index = index_for(num_ids, num_slots)
@@ -105,13 +107,13 @@ class Tier:
         return here, numbers[here].astype(np.int64)
 
     def place(self, slots: np.ndarray, ids: np.ndarray, heat: np.ndarray, number: int) -> None:
-        """Record rows that batch `number` moves into slots that the caller has taken."""
+        """Record that batch `number` moves rows into these slots, which `take_free` has returned."""
         self.index.put(ids, slots.astype(np.uint32))
         self.ids[slots], self.heat[slots] = ids, heat
         self.needed[slots] = self.last[slots] = number
 
     def occupy(self, slots: np.ndarray, ids: np.ndarray, heat: np.ndarray, number: int) -> None:
-        """Record rows in an empty tier; the slots may be any."""
+        """Record which rows fill a tier that was empty; their slots may be any."""
         free = np.ones(self.num_slots, bool)
         free[slots] = False
         self.num_free = self.num_slots - len(slots)
@@ -119,13 +121,13 @@ class Tier:
         self.place(slots, ids, heat, number)
 
     def release(self, slots: np.ndarray) -> None:
-        """Remove rows, and free their slots."""
+        """Remove the rows in these slots from the tier, which frees the slots."""
         self._leave(slots)
         self._free[self.num_free : self.num_free + len(slots)] = slots
         self.num_free += len(slots)
 
     def take_free(self, count: int) -> Int64[np.ndarray, " n"]:
-        """Take up to `count` free slots."""
+        """Take up to `count` free slots, and return them."""
         count = min(count, self.num_free)
         self.num_free -= count
         return self._free[self.num_free : self.num_free + count].copy()
@@ -155,7 +157,7 @@ class Tier:
         return slots, ids, heats
 
     def _coldest(self, count: int, now: int) -> Int64[np.ndarray, " n"]:
-        """Return at least `count` slots whose rows may be evicted, coldest first."""
+        """Return at least `count` slots, if so many rows may be evicted, the least used rows first."""
         slots = np.flatnonzero((self.ids != NO_ID) & (self.needed < now))
         if len(slots) < count:
             # The look-ahead reads more rows than there is room for: evict the ones needed last.
@@ -240,7 +242,7 @@ class Directory:
         self.ram.needed[slots] = number
 
     def plan(self) -> SlotPlan:
-        """Plan the next of the announced batches."""
+        """Return how the rows of the next announced batch get into slots on the device."""
         number, ids = self._number, self._ahead.pop(0)
         self._number += 1
         heat = number / self._half_life
@@ -304,7 +306,7 @@ class Directory:
 
 
 def _within(ids: np.ndarray, others: np.ndarray) -> Bool[np.ndarray, " n"]:
-    """Return whether each of `ids` is among `others`; both are in ascending order."""
+    """Return for each of `ids` whether it is among `others`; both are in ascending order."""
     if not len(others):
         return np.zeros(len(ids), bool)
     return others[np.minimum(np.searchsorted(others, ids), len(others) - 1)] == ids

@@ -19,7 +19,7 @@ COPIED_AT_ONCE = 2**16
 
 @dataclass(frozen=True)
 class MoveReport:
-    """The result of `resize`."""
+    """How many rows a table has, and how many of them `resize` copied to other hosts."""
 
     num_rows: int
     """Rows of the whole table that are stored."""
@@ -28,7 +28,7 @@ class MoveReport:
 
 
 def host_folder(folder: str | pathlib.Path, host: int) -> pathlib.Path:
-    """Return the folder of one host's rows."""
+    """Return the folder, below a table's folder, that holds the rows of one host."""
     return pathlib.Path(folder) / f"host-{host:06d}"
 
 
@@ -82,7 +82,7 @@ def resize(
 def _copy_rows(
     host: int, old: Sequence[int], new: Sequence[int], stores: Mapping[int, RowStore]
 ) -> tuple[int, int]:
-    """Copy the rows that leave a host to their new owners; return how many it owned, and how many left."""
+    """Copy rows of this host that other hosts will own to them; return how many it owned, and moved."""
     ids = stores[host].ids()
     ids = ids[owners(ids, old) == host]  # without copies of rows that it gave away earlier
     owner, num_moved = owners(ids, new), 0
@@ -96,7 +96,7 @@ def _copy_rows(
 
 
 def _shared_about(stores: dict[int, RowStore]) -> Any:
-    """Return the metadata that the newest commits of all stores share."""
+    """Return the metadata in the stores' newest commits, which must be the same in all."""
     found = {}
     for host, store in stores.items():
         if store.newest is None:

@@ -23,20 +23,20 @@ DIRECT_LIMIT = 2**28  # ids for which an array over all of them is 1 GiB
 
 @runtime_checkable
 class Index(Protocol):
-    """Numbers below 2^32 - 1 by id. If an id occurs twice in one call, the last number stays."""
+    """A map from ids to numbers below 2^32 - 1. If an id occurs twice in one call, the last number stays."""
 
     def get(self, ids: Int64[np.ndarray, " n"]) -> UInt32[np.ndarray, " n"]:
-        """Return the number of each id, `MISSING` if it has none."""
+        """Return the number that is stored for each id, or `MISSING` if there is none."""
         ...
 
     def put(
         self, ids: Int64[np.ndarray, " n"], numbers: UInt32[np.ndarray, " n"]
     ) -> UInt32[np.ndarray, " n"]:
-        """Set the number of each id, and return the numbers that they had before."""
+        """Store a number for each id, and return the numbers that were stored before."""
         ...
 
     def remove(self, ids: Int64[np.ndarray, " n"]) -> None:
-        """Remove ids, all of which must be present."""
+        """Remove these ids, all of which must be in the index."""
         ...
 
 
@@ -60,19 +60,19 @@ class DirectIndex:
         self._next = np.zeros(num_ids, np.uint32)
 
     def get(self, ids: Int64[np.ndarray, " n"]) -> UInt32[np.ndarray, " n"]:
-        """Return the number of each id; 0 - 1 wraps to `MISSING`."""
+        """Return the number of each id, or `MISSING`: the array holds number + 1, so 0 - 1 wraps to it."""
         return self._next.take(ids) - np.uint32(1)
 
     def put(
         self, ids: Int64[np.ndarray, " n"], numbers: UInt32[np.ndarray, " n"]
     ) -> UInt32[np.ndarray, " n"]:
-        """Set the number of each id, and return the numbers that they had before."""
+        """Store a number for each id, and return the numbers that were stored before."""
         old = self.get(ids)
         self._next[ids] = numbers + np.uint32(1)
         return old
 
     def remove(self, ids: Int64[np.ndarray, " n"]) -> None:
-        """Remove ids, all of which must be present."""
+        """Remove these ids, all of which must be in the index."""
         self._next[ids] = 0
 
 
@@ -89,14 +89,14 @@ class HashIndex:
         self._num_used = 0  # cells of present and of removed ids
 
     def get(self, ids: Int64[np.ndarray, " n"]) -> UInt32[np.ndarray, " n"]:
-        """Return the number of each id, `MISSING` if it has none."""
+        """Return the number that is stored for each id, or `MISSING` if there is none."""
         cells = self._cells_of(ids)
         return np.where(cells < 0, MISSING, self._numbers[cells])
 
     def put(
         self, ids: Int64[np.ndarray, " n"], numbers: UInt32[np.ndarray, " n"]
     ) -> UInt32[np.ndarray, " n"]:
-        """Set the number of each id, and return the numbers that they had before."""
+        """Store a number for each id, and return the numbers that were stored before."""
         cells = self._cells_of(ids)
         is_new = cells < 0
         old = np.where(is_new, MISSING, self._numbers[cells])
@@ -109,12 +109,12 @@ class HashIndex:
         return old
 
     def remove(self, ids: Int64[np.ndarray, " n"]) -> None:
-        """Remove ids, all of which must be present."""
+        """Remove these ids, all of which must be in the index."""
         self._ids[self._cells_of(ids)] = REMOVED
         self._size -= len(ids)
 
     def _cells_of(self, ids: np.ndarray) -> np.ndarray:
-        """Return the cell of each id, -1 if it is not present."""
+        """Return the cell of the hash table that holds each id, -1 if none does."""
         last = len(self._ids) - 1
         cells = (mixed(ids) & np.uint64(last)).astype(np.int64)
         there = self._ids.take(cells)
@@ -146,7 +146,7 @@ class HashIndex:
         return cells
 
     def _make_room(self, num_more: int) -> bool:
-        """Grow if `num_more` ids do not fit; return whether ids had to move."""
+        """Rebuild the hash table if `num_more` ids do not fit; return whether it was rebuilt."""
         if self._num_used + num_more <= MAX_LOAD * len(self._ids):
             return False
         num_cells = MIN_CELLS

@@ -22,17 +22,17 @@ class RowOptimizer(abc.ABC):
 
     @abc.abstractmethod
     def fields(self, dim: int) -> tuple[Field, ...]:
-        """Return the fields of state that every row carries."""
+        """Return the fields of optimizer state, such as moments, that are stored with every row."""
 
     @abc.abstractmethod
     def begin(self) -> dict[str, float]:
-        """Return the value that each field of a new row is filled with."""
+        """Return the value that each field of a new row starts with, by the field's name."""
 
     @abc.abstractmethod
     def update(
         self, row: dict[str, Array], grads: Array, factor: Array | float
     ) -> dict[str, Array]:
-        """Return rows after a gradient `float32 [n, dim]`; `factor` multiplies the learning rate."""
+        """Return rows after a gradient `float32 [n, dim]`; the learning rate is multiplied by `factor`."""
 
     def divisor(self, row: dict[str, Array]) -> Array:
         """Return what the update divides a gradient by, `[n, dim]`.
@@ -45,12 +45,12 @@ class RowOptimizer(abc.ABC):
 
 @dataclass(frozen=True)
 class Sgd(RowOptimizer):
-    """Gradient descent, without state."""
+    """Gradient descent, without any state beside the rows."""
 
     learning_rate: float
 
     def fields(self, dim: int) -> tuple[Field, ...]:
-        """Return no fields."""
+        """Return no fields, as this optimizer has no state."""
         return ()
 
     def begin(self) -> dict[str, float]:
@@ -60,14 +60,14 @@ class Sgd(RowOptimizer):
     def update(
         self, row: dict[str, Array], grads: Array, factor: Array | float
     ) -> dict[str, Array]:
-        """Return x - rate * g."""
+        """Return x - rate * g: rows after a gradient g; the rate includes `factor`."""
         value = row[EMBEDDING].astype(jnp.float32)
         return {EMBEDDING: value + grads * (-self.learning_rate * factor)}
 
 
 @dataclass(frozen=True)
 class Adagrad(RowOptimizer):
-    """`optax.adagrad` for rows. The last bits may differ from optax."""
+    """`optax.adagrad` for rows of a table. The last bits of results may differ from optax."""
 
     learning_rate: float
     initial_accumulator_value: float = 0.1
@@ -78,7 +78,7 @@ class Adagrad(RowOptimizer):
         return (Field("squares", dim),)
 
     def begin(self) -> dict[str, float]:
-        """Return the value that the sums start from."""
+        """Return the value that the sums of squared gradients of a new row start from."""
         return {"squares": self.initial_accumulator_value}
 
     def update(
@@ -94,13 +94,13 @@ class Adagrad(RowOptimizer):
         return {EMBEDDING: value + scaled * (-self.learning_rate * factor), "squares": squares}
 
     def divisor(self, row: dict[str, Array]) -> Array:
-        """Return the root of the sums before this gradient."""
+        """Return what a gradient is divided by: the root of the sums of squares, without this gradient."""
         return _root(row["squares"], self.eps)
 
 
 @dataclass(frozen=True)
 class Adam(RowOptimizer):
-    """Adam, where a row's steps are the batches that read it."""
+    """Adam for rows of a table; a row's number of steps is how many batches have read it."""
 
     learning_rate: float
     b1: float = 0.9
@@ -108,11 +108,11 @@ class Adam(RowOptimizer):
     eps: float = 1e-8
 
     def fields(self, dim: int) -> tuple[Field, ...]:
-        """Return both moments, and the number of steps that read the row."""
+        """Return the fields for both moments, and for the number of steps that read the row."""
         return (Field("mean", dim), Field("squares", dim), Field("count", 1, "int32"))
 
     def begin(self) -> dict[str, float]:
-        """Return zeros."""
+        """Return zeros: both moments and the number of steps of a new row."""
         return {"mean": 0.0, "squares": 0.0, "count": 0.0}
 
     def update(
@@ -130,7 +130,7 @@ class Adam(RowOptimizer):
         return {EMBEDDING: value - step, "mean": mean, "squares": squares, "count": count}
 
     def divisor(self, row: dict[str, Array]) -> Array:
-        """Return the root of the bias-corrected second moment before this gradient."""
+        """Return the root of the bias-corrected second moment, without this gradient."""
         steps = jnp.maximum(row["count"], 1).astype(jnp.float32)
         return _root(row["squares"] / (1 - jnp.power(self.b2, steps)), self.eps)
 

@@ -110,7 +110,7 @@ class Peers:
         return [own if rank == self.rank else found[rank][0] for rank in range(self.count)]
 
     def _wait(self, round_: tuple[Any, ...]) -> dict[int, tuple[np.ndarray, int]]:
-        """Wait until all others have sent their part of a round, and return it by rank."""
+        """Wait until all others have sent their part of an exchange, and return the parts by rank."""
         with self._changed:
             heard = self._heard[round_]
             self._changed.wait_for(
@@ -126,13 +126,13 @@ class Peers:
             return found
 
     def stop(self, why: str) -> None:
-        """Make all rounds raise RuntimeError, also the ones that are waiting, until `begin`."""
+        """Make all exchanges raise RuntimeError, also the ones in progress, until `begin` is called."""
         with self._changed:
             self._stopped = why
             self._changed.notify_all()
 
     def begin(self) -> None:
-        """Start a new generation of rounds, and forget the old ones. Each process does so in its own time."""
+        """Forget old exchanges, and begin again. Each process does so at its own time."""
         with self._changed:
             self._stopped = None
             self._generation += 1
@@ -140,7 +140,7 @@ class Peers:
                 del self._heard[old]
 
     def close(self) -> None:
-        """End the connections and their threads."""
+        """End the connections to the other processes, and their threads."""
         self.stop("the connections were closed")
         for channel in self._channels.values():
             channel.close()
@@ -148,7 +148,7 @@ class Peers:
             worker.close()
 
     def _hear(self, _: Worker, other: int) -> None:
-        """Receive what one process sends, until its connection ends."""
+        """Receive what the process of rank `other` sends, until its connection ends."""
         channel = self._channels[other]
         try:
             while (message := channel.receive()) is not None:
@@ -181,7 +181,7 @@ def _lost_error(other: int) -> ConnectionError:
 
 @dataclass(frozen=True)
 class Share:
-    """This process's part of one table."""
+    """Which rows of a table this process owns, if several processes share the table."""
 
     peers: Peers
     name: str

@@ -30,7 +30,7 @@ NEWEST = 32  # batches that a stage is judged by; the first ones are slow
 
 @dataclass(frozen=True)
 class PlacedBatch:
-    """A batch whose rows are on the device."""
+    """A batch whose table rows are on the device."""
 
     number: int
     batch: Any
@@ -41,13 +41,13 @@ class PlacedBatch:
 
 @dataclass(frozen=True)
 class StageFailure:
-    """An item of a stage queue: the exception that ended the stage before."""
+    """An item of a queue between stages: the error that ended the stage before."""
 
     error: BaseException
 
 
 class EndOfBatches:
-    """An item of a stage queue: there are no more batches."""
+    """An item of a queue between stages: there are no more batches."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Times:
         return max(statistics.quantiles(seconds, n=4)[0] for seconds in newest)
 
     def add(self, stage: str, seconds: float) -> None:
-        """Record one batch of a stage."""
+        """Add the seconds that a stage took for one batch."""
         self.busy_s[stage] += seconds
         self.newest_s[stage].append(seconds)
 
@@ -89,7 +89,7 @@ class StageQueue(Generic[T]):
         self._is_closed = False
 
     def put(self, item: T) -> bool:
-        """Wait for room and add an item; False if the queue was closed."""
+        """Wait until the queue has room, and add an item; return False if the queue was closed."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._items) < self._size or self._is_closed)
             if not self._is_closed:
@@ -107,7 +107,7 @@ class StageQueue(Generic[T]):
             return item
 
     def close(self) -> None:
-        """Drop all items, and wake both sides."""
+        """Drop all items, and wake the threads that wait to put or get."""
         with self._changed:
             self._is_closed = True
             self._items.clear()
@@ -216,7 +216,7 @@ class Pipeline:
         return self
 
     def __next__(self) -> PlacedBatch:
-        """Return the next batch once its rows are in their slots."""
+        """Return the next batch, once the table rows that it reads are in their slots on the device."""
         if self._waiting is not None:
             raise RuntimeError(
                 f"Batch {self._waiting.number} was not given back. Call `trained(slots)` with the slots that "
@@ -278,7 +278,7 @@ class Pipeline:
         return found
 
     def _next(self) -> Any:
-        """Return the next batch with its plans."""
+        """Wait for the next batch, and return it with the plans of its tables."""
         start_s = self._clock.now()
         found = next(self._plans, EndOfBatches())
         self.times.add("plan", self._clock.now() - start_s)

@@ -43,12 +43,12 @@ class Table:
 
     @property
     def num_slots(self) -> int:
-        """Slots that the device needs: no more than there are rows."""
+        """Number of row slots on the device, at most the number of rows of the table."""
         return self.device_rows if self.num_rows is None else min(self.device_rows, self.num_rows)
 
     @property
     def layout(self) -> RowLayout:
-        """Layout of a row."""
+        """The fields of a row (embedding and optimizer state), in order."""
         return RowLayout((Field(EMBEDDING, self.dim, self.dtype), *self.optimizer.fields(self.dim)))
 
     def folder_of(self, host: int = 0) -> pathlib.Path:

@@ -65,7 +65,7 @@ class RowLayout:
         return jnp.pad(words, ((0, 0), (0, self.num_words - words.shape[1])))
 
     def unpack_host(self, words: UInt32[np.ndarray, "n words"]) -> dict[str, np.ndarray]:
-        """Return what `unpack` does, on the host."""
+        """Do the same as `unpack`, with NumPy arrays on the host."""
         found, at = {}, 0
         for field in self.fields:
             part = np.ascontiguousarray(words[:, at : at + field.num_words])
@@ -74,7 +74,7 @@ class RowLayout:
         return found
 
     def pack_host(self, fields: Mapping[str, Any], num_rows: int) -> UInt32[np.ndarray, "n words"]:
-        """Return what `pack` does, on the host. A scalar fills a whole field."""
+        """Do the same as `pack`, with NumPy arrays on the host. A scalar fills a whole field."""
         words = np.zeros((num_rows, self.num_words), np.uint32)
         at = 0
         for field in self.fields:

@@ -24,19 +24,19 @@ Lookups = Mapping[str, Lookup]
 
 @runtime_checkable
 class HasRows(Protocol):
-    """The properties of a table that a step needs; `TieredTable` has them."""
+    """The properties of a table that a training step needs; `TieredTable` has them."""
 
     layout: RowLayout
     optimizer: RowOptimizer
 
 
 def read_rows(slots: Array, lookup: Lookup, layout: RowLayout) -> dict[str, Array]:
-    """Return the fields of the different rows that a batch reads."""
+    """Return, by field, the rows that a batch reads, each row once."""
     return layout.unpack(slots.at[lookup.slots].get(mode="clip"))
 
 
 def write_rows(slots: Array, lookup: Lookup, layout: RowLayout, fields: dict[str, Array]) -> Array:
-    """Return slots in which the rows that a batch reads have new values."""
+    """Return the slots with new values for the rows that a batch reads."""
     return slots.at[lookup.slots].set(layout.pack(fields), mode="drop", unique_indices=True)
 
 

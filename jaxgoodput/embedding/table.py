@@ -37,7 +37,7 @@ FORMAT = 1
 
 @struct
 class Lookup:
-    """The device slots of a batch's rows: a step uses it to read and write them."""
+    """The slots on the device of the rows that a batch reads; a step reads and writes rows with it."""
 
     slots: Any
     """`int32 [padded]`: the slot of each different id, then padding that is no slot."""
@@ -62,7 +62,7 @@ class PulledPlan:
 
 @dataclass(frozen=True)
 class LoadedPlan:
-    """A plan whose rows are all on the device, but not in their slots yet."""
+    """A plan whose rows have been copied to the device, but are not in their slots yet."""
 
     plan: SlotPlan
     lookup: Lookup
@@ -106,7 +106,7 @@ class TierRows:
         self.dirty = np.zeros(num_slots, bool)
 
     def find(self, ids: Int64[np.ndarray, " n"]) -> tuple[np.ndarray, np.ndarray]:
-        """Return whether each id is here, and the slots of the ids that are."""
+        """Return whether each id is in this tier, and the slots of the ids that are."""
         slots = np.flatnonzero(self.ids != NO_ID)
         order = slots[np.argsort(self.ids[slots], kind="stable")]
         if not len(order):
@@ -125,7 +125,7 @@ class Arrivals:
         self._stopped: str | None = None
 
     def arrived(self, number: int) -> None:
-        """Record that a batch's evicted rows are in RAM."""
+        """Record that the rows which batch `number` evicted from the device are in RAM."""
         with self._changed:
             self.newest = number
             self._changed.notify_all()
@@ -137,7 +137,10 @@ class Arrivals:
             self._changed.notify_all()
 
     def wait(self, number: int, clock: Clock) -> float | None:
-        """Wait for a batch; return the seconds that this took, None if it was there already."""
+        """Wait until the rows that batch `number` evicted are in RAM; return the seconds that it took.
+
+        None if they were there already. Raises RuntimeError once `stop` was called with a reason.
+        """
         with self._changed:
             waited_s = None
             if self.newest < number and not self._stopped:
@@ -262,7 +265,7 @@ class TieredTable:
         self._arrivals.stop(why)
 
     def settle(self) -> None:
-        """Forget all plans after the last placed batch, so that planning can start again from there."""
+        """Forget the plans of batches after the last one placed, so that planning can start from there."""
         lost = self._arrivals.newest < self._placed
         self._arrivals.stop(
             f"the rows that left the device for batch {self._placed} were not written back. Open the table "
@@ -283,7 +286,7 @@ class TieredTable:
 
     @property
     def about(self) -> dict[str, Any]:
-        """The properties that a commit stores, and that must be the same when the table is opened again."""
+        """The properties of the table that a commit stores, and that must be equal when it is reopened."""
         fields = [[f.name, f.width, f.dtype] for f in self.layout.fields]
         return {"format": FORMAT, "fields": fields, **self._initial}
 
@@ -386,7 +389,7 @@ class TieredTable:
         )
 
     def _completed(self, pulled: PulledPlan) -> UInt32[np.ndarray, "missing words"]:
-        """Return all missing rows: from RAM, from the disk, new, or from their owners. Counts each."""
+        """Return all rows that the device lacks: from RAM, disk or their owners, or new. Counts each kind."""
         plan, rows, share = pulled.plan, pulled.rows, self._share
         mine = np.ones(len(rows), bool) if share is None else share.owned(plan.missing)
         wanted = np.flatnonzero(mine & ~plan.in_ram)
@@ -423,7 +426,7 @@ class TieredTable:
         return loaded.lookup, EvictedRows(plan, evicted, is_dirty)
 
     def write_back(self, evicted: EvictedRows) -> None:
-        """Fetch rows that were evicted from the device, and put them into RAM."""
+        """Put rows that were evicted from the device into RAM, and wake threads that wait for them."""
         plan = evicted.plan
         if evicted.rows is not None:
             targets = plan.evicted_targets
@@ -434,7 +437,7 @@ class TieredTable:
         self._arrivals.arrived(plan.number)
 
     def _padded(self, slots: np.ndarray, size: int) -> np.ndarray:
-        """Return slots, then different numbers that are no slots."""
+        """Return `size` numbers: the slots, then different numbers that are no slots of the device."""
         padded = np.arange(self.device_rows, self.device_rows + size, dtype=np.int32)
         padded[: len(slots)] = slots
         return padded
@@ -450,7 +453,7 @@ class TieredTable:
         return rows, got.found
 
     def initial(self, ids: Int64[np.ndarray, " n"]) -> UInt32[np.ndarray, "n words"]:
-        """Return the initial rows of ids that have none yet, before any update."""
+        """Return the rows that these ids have before any training."""
         values = initial_values(ids, self.dim, **self._initial)
         fields = {EMBEDDING: values, **self.optimizer.begin()}
         return self.layout.pack_host(fields, len(ids))
@@ -481,7 +484,7 @@ class TieredTable:
         return rows[inverse]
 
     def _below_device(self, ids: Int64[np.ndarray, " n"]) -> UInt32[np.ndarray, "n words"]:
-        """Return rows that are not on the device."""
+        """Return the rows of ids that are not on the device: from RAM, from the disk, or new ones."""
         rows = np.empty((len(ids), self.layout.num_words), np.uint32)
         here, slots = self._in_ram.find(ids)
         rows[here] = self._ram[slots]
@@ -489,7 +492,7 @@ class TieredTable:
         return rows
 
     def _fetched(self, slots: np.ndarray) -> UInt32[np.ndarray, "n words"]:
-        """Return copies of device rows."""
+        """Return copies on the host of the rows in these device slots; RuntimeError if they are lost."""
         if self.slots.is_deleted():
             raise RuntimeError(
                 "The device's rows are lost: a step that they were donated to has failed, or its result was "
@@ -526,7 +529,7 @@ class TieredTable:
 
 
 def _put(x: np.ndarray, *, sharding: Sharding) -> Array:
-    """Send an array, which every process has whole, to its devices."""
+    """Put an array that every process has whole onto the devices of `sharding`."""
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     with jax.transfer_guard("allow"):  # this transfer is intended
@@ -535,7 +538,7 @@ def _put(x: np.ndarray, *, sharding: Sharding) -> Array:
 
 @partial(jax.jit, donate_argnums=0)
 def _swapped(slots: Array, evicted: Array, targets: Array, rows: Array) -> tuple[Array, Array]:
-    """Return slots with new rows in some of them, and the rows that were evicted."""
+    """Return slots into which new rows were put, and the rows that were there before."""
     leaving = slots.at[evicted].get(mode="clip")
     return slots.at[targets].set(rows, mode="drop", unique_indices=True), leaving
 

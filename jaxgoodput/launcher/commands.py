@@ -110,7 +110,7 @@ _PLAN = (
 
 
 def add_commands(commands: Commands) -> None:
-    """Register this room's commands."""
+    """Register the commands of the launcher, such as `run` and `agent`."""
     usage = (
         "jaxgoodput run --nproc-per-node N [options] -- python train.py [args ...]\n"
         "       jaxgoodput run --nnodes MIN:MAX [--hosts A,B,...] [options] -- python train.py [args ...]"
@@ -205,7 +205,7 @@ def _run_elastic(options, command: list[str], parser: argparse.ArgumentParser) -
 
 
 def _require_consistent(options, parser: argparse.ArgumentParser) -> None:
-    """End with an error if options contradict each other."""
+    """End the program with a usage error if options contradict each other."""
     sources = _set(options, "hosts", "hostfile", "local_hosts")
     if len(sources) > 1:
         parser.error("give one of --hosts, --hostfile and --local-hosts")
@@ -231,7 +231,7 @@ def _hosts(options) -> tuple[str, ...]:
 
 
 def _set(options, *names: str) -> dict[str, Any]:
-    """Return the options of these names that were given; the others keep the defaults of their user."""
+    """Return, by name, the ones of these options that were given, as arguments of a settings class."""
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 

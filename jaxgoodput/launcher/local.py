@@ -103,7 +103,7 @@ def shim_command(command: Sequence[str]) -> list[str]:
 
 
 def _count_options(words: Sequence[str]) -> int:
-    """Return how many of the words behind `python` are options of the interpreter."""
+    """Return how many of the words after `python` are options of the interpreter."""
     position = 0
     while position < len(words):
         word = words[position]
@@ -144,7 +144,8 @@ def run_local(
     _require_a_process(num_processes)
     if devices_per_process is not None and devices_per_process < 1:
         raise UsageError(
-            f"{devices_per_process} devices per process are too few: each process has at least one."
+            f"{devices_per_process} devices per process are too few: each process has at least one. "
+            "Give 1 or more."
         )
     if max_restarts < 0:
         raise UsageError(f"max_restarts={max_restarts} is negative. Give 0 or more.")
@@ -187,11 +188,13 @@ def run_local(
 
 def _require_a_process(num_processes: int) -> None:
     if num_processes < 1:
-        raise UsageError(f"{num_processes} processes are too few: a job has at least one.")
+        raise UsageError(
+            f"{num_processes} processes are too few: a job has at least one. Give 1 or more."
+        )
 
 
 def _environs(env: WorkerEnv) -> list[dict[str, str]]:
-    """Return the environment of each worker; `env` describes rank 0."""
+    """Return the environment variables of each local worker; `env` describes the worker of rank 0."""
     inherited = inherited_environ()
     inherited |= keep_freed_pages(inherited)
     count = env.devices_per_process or 1

@@ -182,7 +182,7 @@ def _table(title: str, rows: Sequence[Mapping[str, str]]) -> Any:
 
 
 def _budget(config: Any, devices: Sequence[Any], memory_gib: float | None) -> float:
-    """Return the bytes per device that a step may use."""
+    """Return the bytes of device memory that a step may use: as given, else all less a safety margin."""
     from jaxgoodput.engine.memory import device_budget
 
     margin, chip = config.execution.memory_margin, chip_of(devices[0])
@@ -199,7 +199,7 @@ def _budget(config: Any, devices: Sequence[Any], memory_gib: float | None) -> fl
 
 
 def _row(one: Any, num_devices: int) -> dict[str, str]:
-    """Return a row of the table by column. Step times are missing if the chip is not known."""
+    """Return, by column, the row of the table for a strategy. Step times need a chip that is known."""
     facts, step_s, bounds = one.analysis, one.step_s, one.rooflines_s
     times = f" x {one.num_micro_batches}" if one.num_micro_batches > 1 else ""
     row = {

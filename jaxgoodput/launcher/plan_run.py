@@ -97,7 +97,7 @@ def _in_words(shape: Shape) -> str:
 
 
 def _row(one: ExpectedRun) -> dict[str, str]:
-    """Return a row of the table by column."""
+    """Return, by column, the row of the table for one forecast of the run."""
     config, shape = one.config, one.shape
     return {
         "devices": str(shape.num_devices),

@@ -33,7 +33,7 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True)
 class ProcessesEnd:
-    """How a set of processes ended."""
+    """How a set of processes ended: its exit code, and which steps were reported."""
 
     code: int  # of the whole set, see `exit_code`
     told: bool  # whether a signal had asked the set to stop
@@ -51,7 +51,7 @@ class ChildExit:
 
 @dataclass(frozen=True)
 class StopSignal:
-    """This process has received a signal to stop."""
+    """This process has received a signal (such as SIGTERM) that tells it to stop."""
 
     signum: int
 
@@ -114,7 +114,7 @@ def supervise(
 
 
 def told_within(seconds: float) -> bool:
-    """Wait for a signal to stop; return False if none has come after `seconds`."""
+    """Wait for a signal to stop, for `seconds` at most; return whether one came."""
     events: queue.SimpleQueue[ChildExit | StopSignal] = queue.SimpleQueue()
     with signals_to(events):
         try:
@@ -126,7 +126,7 @@ def told_within(seconds: float) -> bool:
 
 @dataclass(eq=False)
 class ProcessSet:
-    """Child processes until the last one has ended. The fields are arguments of `supervise`."""
+    """Supervises child processes until the last one has ended. Its fields are arguments of `supervise`."""
 
     processes: Sequence["Child"]
     grace_s: float
@@ -147,7 +147,7 @@ class ProcessSet:
         ] = []  # next signals to all that are left, and when
 
     def wait(self, events: "queue.SimpleQueue[ChildExit | StopSignal]") -> ProcessesEnd:
-        """Handle events until all processes have ended."""
+        """Handle ends of processes and signals to stop until all processes have ended; return how."""
         while self._running:
             try:
                 event = events.get(timeout=self._seconds_to_wait())
@@ -213,14 +213,14 @@ class ProcessSet:
                 self._end_soon(self.crash_grace_s)
 
     def _end_soon(self, grace_s: float) -> None:
-        """Plan SIGTERM after one grace period and SIGKILL after two, or earlier if planned already."""
+        """Plan SIGTERM after one grace period and SIGKILL after two; what was planned earlier stays."""
         now_s = self.clock.now()
         kills_s = [at_s for at_s, signum in self._plan if signum == signal.SIGKILL]
         kill_s = min([now_s + 2 * grace_s, *kills_s])
         self._plan = [(min(now_s + grace_s, kill_s), signal.SIGTERM), (kill_s, signal.SIGKILL)]
 
     def _sum_up(self) -> None:
-        """Say which process failed first and how, and repeat the last lines of all that failed."""
+        """Print which process failed first and how, and repeat the last lines of all that failed."""
         for place, (end, after_s) in enumerate(self._failed):
             process = self.processes[int(end.rank)]
             step = "" if process.step is None else f", step {process.step} done"
@@ -255,7 +255,11 @@ def say(message: str) -> None:
 
 @contextlib.contextmanager
 def signals_to(events: "queue.SimpleQueue[Any]") -> Iterator[None]:
-    """Put SIGTERM, SIGINT and SIGHUP on a queue as `StopSignal`s. Does nothing outside the main thread."""
+    """Put SIGTERM, SIGINT and SIGHUP on a queue as `StopSignal`s inside the block.
+
+    The former handlers come back at its end. SIGHUP is left alone if it is ignored (nohup). Outside the main
+    thread nothing happens.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

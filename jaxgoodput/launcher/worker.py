@@ -25,7 +25,7 @@ _USAGE = "usage: python -m jaxgoodput.launcher (SCRIPT | -m MODULE) [ARGS ...]"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEnv:
-    """A worker's place in its job, as its environment variables describe it (`_VARIABLES`).
+    """What the environment variables tell a worker: its rank, and how it reaches the others.
 
     Raises:
         ValueError: a number is out of range; the message names the variable.
@@ -61,7 +61,8 @@ class WorkerEnv:
     def __post_init__(self):
         if self.num_processes < 1:
             raise ValueError(
-                f"NUM_PROCESSES={self.num_processes} is too small: a job has at least one process."
+                f"NUM_PROCESSES={self.num_processes} is too small: a job has at least one process. "
+                "Set it to 1 or more."
             )
         if not 0 <= self.process_id < self.num_processes:
             raise ValueError(
@@ -111,7 +112,7 @@ class WorkerEnv:
         return cls(**{name: value for name, value in found.items() if value is not None})
 
     def to_environ(self) -> dict[str, str]:
-        """Return the variables from which `from_environ` reads this worker."""
+        """Return the environment variables from which `from_environ` makes an equal object."""
         values = {variables[0]: getattr(self, name) for name, (_, variables) in _VARIABLES.items()}
         return {
             variable: ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -128,7 +129,9 @@ def _integer(variable: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{variable}={text!r} is not a whole number.") from None
+        raise ValueError(
+            f"{variable}={text!r} is not a whole number. Correct or unset it."
+        ) from None
 
 
 def _integers(variable: str, text: str) -> tuple[int, ...]:
@@ -139,7 +142,9 @@ def _seconds(variable: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ValueError(f"{variable}={text!r} is not a number of seconds.") from None
+        raise ValueError(
+            f"{variable}={text!r} is not a number of seconds. Correct or unset it."
+        ) from None
 
 
 # How each field of `WorkerEnv` is read, and from which variables: the first one that is set counts.
@@ -230,7 +235,7 @@ def _choose_devices(env: WorkerEnv) -> None:
 
 
 def _join_rendezvous(env: WorkerEnv, address: str) -> None:
-    """Become a member of a job on hosts that come and go."""
+    """Become a worker of an elastic job, whose coordinator is at `address`; its hosts come and go."""
     from jaxgoodput import _jax
     from jaxgoodput.launcher.elastic.member import JobMembership
     from jaxgoodput.train.process import LAUNCHED

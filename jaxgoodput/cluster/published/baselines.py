@@ -16,7 +16,7 @@ from jaxgoodput.specs import Allocation, ClusterSpec, Shape
 
 
 class _FreeDevices:
-    """The devices that no job has, node by node."""
+    """The devices that no job holds, by node, while a baseline policy hands them out."""
 
     def __init__(self, cluster: ClusterSpec):
         self._left = offered_devices(cluster, draining=True)
@@ -24,11 +24,11 @@ class _FreeDevices:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices that may be allocated."""
+        """Number of devices that are still free."""
         return sum(len(self._left[name]) for name in self._open)
 
     def keep(self, allocation: Allocation) -> bool:
-        """Take exactly these devices if they are free; return whether they are."""
+        """Take the devices of `allocation` if all are free; return whether they were."""
         if not within(allocation, self._left):
             return False
         for node, local in allocation.devices.items():
@@ -36,7 +36,7 @@ class _FreeDevices:
         return True
 
     def emptiest(self, num_devices: int, generation: int) -> Allocation:
-        """Take devices from the emptiest nodes, one node after the other."""
+        """Return a new allocation of `num_devices` free devices: always from the node with most free ones."""
         chosen: dict[str, tuple[int, ...]] = {}
         while num_devices:
             name = max(self._open, key=lambda n: len(self._left[n]))
@@ -48,7 +48,7 @@ class _FreeDevices:
 
 
 def _one_kind(cluster: ClusterSpec, policy: str) -> str | None:
-    """Return the kind of all devices. Raises ValueError for several kinds, quotas or tenants."""
+    """Return the kind of all devices, None without nodes. Raises ValueError for kinds, quotas or tenants."""
     kinds = sorted({node.kind for node in cluster.nodes if node.state == "up"})
     if len(kinds) > 1:
         raise ValueError(
@@ -80,7 +80,7 @@ class Tiresias:
     threshold_device_s: float = 16 * 3600.0
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
-        """Return allocations in queue order."""
+        """Return allocations: jobs get their devices in the order of Tiresias's queues."""
         _one_kind(cluster, "Tiresias")
         queue = []
         for job in _arrival(jobs):
@@ -107,7 +107,7 @@ def _in_order(queue: Iterable[tuple[JobView, int, str]], cluster: ClusterSpec) -
 
 
 def _as_asked(job: JobView) -> int:
-    """Return the number of devices that the job's user would pick, within its limits."""
+    """Return the number of devices that the job's user would pick, between the job's least and most."""
     wanted = job.spec.num_devices or job.rigid_shape_hint or job.spec.min_devices
     return max(job.spec.min_devices, min(wanted, job.spec.max_devices))
 
@@ -135,7 +135,10 @@ class Optimus:
     """
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
-        """Return allocations by marginal gain. Raises ValueError if a job does not declare its work."""
+        """Return allocations: each further device goes to the job that saves most time by it.
+
+        Raises ValueError if a job does not declare its work.
+        """
         kind = _one_kind(cluster, "Optimus")
         free = _FreeDevices(cluster)
         sizes = _sizes_by_gain(jobs, kind, free.num_devices)
@@ -150,7 +153,7 @@ class Optimus:
 
 
 def _sizes_by_gain(jobs: Sequence[JobView], kind: str | None, budget: int) -> dict[str, int]:
-    """Return the devices of each job that runs, by id."""
+    """Return the number of devices of each job that runs, by id: more go to jobs that save most time."""
     sizes: dict[str, int] = {}
     speeds = [_by_size(job, kind) for job in jobs]
     heap: list[tuple[float, int]] = []  # -seconds saved by one more device, index of the job
@@ -184,7 +187,7 @@ def _sizes_by_gain(jobs: Sequence[JobView], kind: str | None, budget: int) -> di
 
 
 def _by_size(job: JobView, kind: str | None) -> dict[int, float]:
-    """Return the speed by number of devices, on the fewest nodes that hold them."""
+    """Return the job's speed by number of devices of a kind, each on as few nodes as its table has."""
     shapes: dict[int, Shape] = {}
     for shape, speed in job.goodput.items():
         known = shapes.get(shape.num_devices, shape)
@@ -194,7 +197,7 @@ def _by_size(job: JobView, kind: str | None) -> dict[int, float]:
 
 
 def _gain(speeds: Mapping[int, float], size: int, remaining: float) -> float:
-    """Return the seconds that one more device would save."""
+    """Return the seconds that a job of `size` devices would save with one more; 0 if its speed is unknown."""
     if size + 1 not in speeds:
         return 0.0
     return (1.0 / speeds[size] - 1.0 / speeds[size + 1]) * remaining
@@ -209,7 +212,7 @@ class EarliestDeadline:
     """
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
-        """Return allocations in the order of deadlines."""
+        """Return allocations: jobs get devices in the order of their deadlines, the earliest first."""
         _one_kind(cluster, "EarliestDeadline")
         last = float("inf")
         queue = sorted(
@@ -226,7 +229,7 @@ class Static:
     """First in, first out, on as many devices as the user would pick, until the job is done."""
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
-        """Return allocations in order of arrival."""
+        """Return allocations: jobs get devices in the order of arrival."""
         _one_kind(cluster, "Static")
         free = _FreeDevices(cluster)
         allocations, reasons = {}, {}

@@ -23,7 +23,7 @@ FLOOR = 1e-3  # added to every speedup, so that a waiting job is worth little, n
 def reallocation_factor(
     age_s: np.ndarray, num_restarts: np.ndarray, restart_s: np.ndarray | float = 30.0
 ) -> np.ndarray:
-    """Return [jobs] the factor on a changed allocation: max(T - R S, 0) / (T + S), equation 15; 1 for 0 / 0.
+    """Return [jobs] the factor on the worth of a new allocation: max(T - R S, 0) / (T + S), equation 15.
 
     >>> float(reallocation_factor(np.array([570.0]), np.array([3]))[0])
     0.8
@@ -64,7 +64,7 @@ class Pollux:
             )
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
-        """Return the allocation of greatest power mean; `objective` is that mean."""
+        """Return the allocations of greatest power mean of speedups; `objective` is that mean."""
         if not jobs:
             return Decision(allocations={})
         problem = ShapeProblem.of(jobs, cluster, now_s, growth=self.growth)

@@ -78,7 +78,7 @@ class Sia:
     time_limit_s: float = 10.0
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
-        """Return the choice of least sum of powers; restarting jobs keep their shape."""
+        """Return the shapes of least sum of (relative goodput)^power; restarting jobs keep their shape."""
         problem = ShapeProblem.of(jobs, cluster, now_s, growth=self.growth)
         least = np.array([view.spec.min_devices for view in jobs], np.float64)
         factor = restart_factor(problem.age_s(), problem.num_restarts(), problem.restart_s())

@@ -32,7 +32,7 @@ def normalised(counts: Sequence[int]) -> Counts:
 
 @dataclass(frozen=True)
 class Curve:
-    """Times of one placement by batch per device; all fields are `[sizes]`, sizes increasing."""
+    """Measured times on one placement, by samples per device; all fields are `[sizes]`, ascending."""
 
     sizes: np.ndarray  # samples per device of one micro-batch
     step_s: np.ndarray  # one step of one micro-batch
@@ -57,7 +57,7 @@ class StepTable:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Smallest and largest measured batch per device."""
+        """Smallest and largest batch per device that was measured on any placement."""
         sizes = [curve.sizes for curve in self.curves.values()]
         return int(min(s[0] for s in sizes)), int(max(s[-1] for s in sizes))
 
@@ -79,7 +79,7 @@ class StepTable:
         return self._known[key]
 
     def times_of_sizes(self, counts: Sequence[int], sizes: np.ndarray) -> np.ndarray:
-        """Return [sizes, 2] step_s and sync_s; NaN outside of what was measured."""
+        """Return [sizes, 2] seconds of a step and of its synchronisation; NaN beyond what was measured."""
         counts = normalised(counts)
         curve = self.curves.get(counts)
         if curve is not None:
@@ -94,7 +94,7 @@ class StepTable:
 
     @cached_property
     def _elsewhere(self) -> Callable[[np.ndarray], np.ndarray]:
-        """The triangulation. Its points are in a fixed order, which decides between equal ones."""
+        """Interpolates times for placements that were not measured; its points are in a fixed order."""
         rows: dict[tuple[int, int, float], list[tuple[float, float]]] = {}
         for counts, curve in self.curves.items():
             for size, step, sync in zip(curve.sizes, curve.step_s, curve.sync_s, strict=True):
@@ -133,14 +133,14 @@ class Runs:
 
     @cached_property
     def epoch_ends(self) -> np.ndarray:
-        """[epochs] base steps at the end of each epoch."""
+        """[epochs] base steps (units of progress) done at the end of each epoch."""
         return self.progress.min(0)
 
     def _mix(self, table: np.ndarray, batch: float | int, epoch: int) -> float:
         if not self.batches[0] <= batch <= self.batches[-1]:
             raise ValueError(
                 f"{self.name}: a global batch of {batch:g} samples lies outside of the measured runs "
-                f"({self.batches[0]} to {self.batches[-1]})."
+                f"({self.batches[0]} to {self.batches[-1]}). Choose one between these."
             )
         upper = bisect.bisect_left(self.batches, batch)
         if self.batches[upper] == batch:
@@ -150,7 +150,7 @@ class Runs:
         return float(table[upper, epoch] * share + table[upper - 1, epoch] * (1.0 - share))
 
     def moments(self, batch: float | int, epoch: int) -> tuple[float, float]:
-        """Return (squared norm, variance at the base batch) of the gradient in an epoch."""
+        """Return the gradient's squared norm, and its variance at the base batch, in an epoch."""
         key = batch, epoch
         if key not in self._known:
             self._known[key] = self._mix(self.sqr, *key), self._mix(self.var, *key)
@@ -179,10 +179,10 @@ class Application:
 
     @property
     def max_batch(self) -> int:
-        """Largest global batch."""
+        """The largest global batch that a job of this application may use."""
         return self.runs.batches[-1]
 
     def limits(self, kind: str) -> tuple[int, int]:
-        """Return the smallest and largest micro-batch on a kind, in samples per device."""
+        """Return the smallest and the largest samples per device and micro-batch on a kind of device."""
         low, high = self.steps[kind].span
         return max(low, self.micro[0]), min(high, self.micro[1])

@@ -34,12 +34,12 @@ _CATEGORIES: Mapping[str, Mode] = {
 
 
 class TraceError(ValueError):
-    """A file is not in the expected layout; the message names the place."""
+    """A workload file is not in the expected layout; the message names file and line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceJob:
-    """One job of a workload file."""
+    """One job of a workload file: when it is submitted, and what it runs."""
 
     id: str
     submit_s: float
@@ -157,7 +157,7 @@ def read_gavel_throughputs(path: Path) -> Throughputs:
     try:
         data = parse(_text(path))
     except ValueError as error:
-        raise TraceError(f"{path}: {error}") from error
+        raise TraceError(f"{path}: expected JSON with throughput tables: {error}") from error
     tables: Throughputs = {}
     for kind, jobs in _object(data, f"{path}: ", "kinds of devices").items():
         tables[kind] = {}
@@ -284,7 +284,7 @@ def _read_runs(place: pathlib.Path) -> Runs:
 
 @dataclass(frozen=True)
 class _Row:
-    """One line of a file, with its place for error messages."""
+    """One line of a file, with the file's name and the line's number for error messages."""
 
     path: pathlib.Path
     line: int
@@ -328,7 +328,7 @@ class _Row:
             return math.nan  # within no bounds
 
     def times(self) -> tuple[float, float, float]:
-        """Return (batch per device, step_s, sync_s)."""
+        """Return the line's (batch per device, seconds of a step, seconds of its synchronisation)."""
         size, step = (
             self.integer("local_bsz"),
             self.number("step_time", least=1e-9, most=_LARGEST_S),
@@ -352,7 +352,9 @@ def _rows(path: pathlib.Path, columns: Sequence[str]) -> Iterator[_Row]:
     try:
         yield from _checked_rows(path, reader, columns)
     except csv.Error as error:  # such as a cell of more than 128 KiB
-        raise TraceError(f"{path}, line {reader.line_num}: {error}.") from error
+        raise TraceError(
+            f"{path}, line {reader.line_num}: this is no line of a CSV file: {error}."
+        ) from error
 
 
 def _checked_rows(path: pathlib.Path, reader: Any, columns: Sequence[str]) -> Iterator[_Row]:

@@ -20,7 +20,7 @@ INSISTING = 1000.0
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A job whose shape differs between two plans."""
+    """A job whose shape (kind and number of devices, and number of nodes) differs between two plans."""
 
     job: str
     before: Shape | None
@@ -32,7 +32,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """A shape that a job could have instead of its present one."""
+    """A shape (kind and number of devices, and number of nodes) that a job could have instead of its own."""
 
     shape: Shape
     speed: float
@@ -81,7 +81,10 @@ def changes(
 
 
 def lost(found: Sequence[Change]) -> float:
-    """Return the total speed lost minus the speed gained; changes of unknown speed are left out."""
+    """Return the speed (relative to each job's best) that jobs lose, minus the speed that others gain.
+
+    Changes of unknown speed are left out.
+    """
     differences = (c.speed_before - c.speed_after for c in found)
     return float(sum(d for d in differences if d == d))
 
@@ -128,7 +131,7 @@ def alternatives(
 
 
 def find_job(job: str, jobs: Sequence[JobView]) -> JobView:
-    """Return the job with that id. Raises ValueError if there is none."""
+    """Return the job with the id `job` among `jobs`. Raises ValueError if there is none."""
     for view in jobs:
         if view.spec.id == job:
             return view
@@ -140,14 +143,14 @@ def find_job(job: str, jobs: Sequence[JobView]) -> JobView:
 def with_job(
     view: JobView, jobs: Sequence[JobView], cluster: ClusterSpec, policy: Policy, now_s: float
 ) -> Plan:
-    """Return the plan with one more job. Raises ValueError if another job has its id."""
+    """Return the plan for the jobs and one more, `view`. Raises ValueError if another job has its id."""
     return reconcile([*jobs, view], cluster, policy, now_s)
 
 
 def _plan_that_gives(
     shape: Shape, view: JobView, cluster: ClusterSpec, plan_with: Callable[[JobView], Plan]
 ) -> tuple[float, Plan] | None:
-    """Return the least factor on the job's weight at which it gets a shape, and that plan."""
+    """Return the first factor on the job's weight, 1 or `INSISTING`, that gives it a shape, with the plan."""
     for insisting in (1.0, INSISTING):
         other = plan_with(_only(view, shape, insisting))
         if shapes_of(other, cluster)[view.spec.id] == shape:
@@ -168,7 +171,7 @@ def _candidates(view: JobView, present: Shape | None, most: int) -> list[Shape]:
 
 
 def _only(view: JobView, shape: Shape, insisting: float) -> JobView:
-    """Return the job as if it accepted only one shape, with its weight multiplied by `insisting`."""
+    """Return the job as if it accepted only this shape, with its weight multiplied by `insisting`."""
     size = shape.num_devices
     changed: Mapping[str, object] = {
         "min_devices": size,

@@ -48,7 +48,7 @@ class Constraints:
 
     @property
     def open(self) -> list[str]:
-        """Ids of the jobs about which a policy is asked: neither held nor refused."""
+        """Ids of the jobs that the policy decides about: not bound to their devices, and not refused."""
         return [id_ for id_ in self.views if id_ not in self.held and id_ not in self.refused]
 
 
@@ -101,7 +101,7 @@ def withhold(cluster: ClusterSpec, taken: Mapping[str, Iterable[int]], used: Use
 
 
 def add_devices(into: Devices, more: Mapping[str, Iterable[int]]):
-    """Add devices to `into`, in place."""
+    """Add the devices in `more` to the ones in `into` (local indices by node), in place."""
     for name, local in more.items():
         into.setdefault(name, set()).update(local)
 
@@ -120,7 +120,7 @@ def offered_devices(cluster: ClusterSpec, *, draining: bool = False) -> Devices:
 
 
 def within(allocation: Allocation, devices: Mapping[str, set[int]]) -> bool:
-    """Return whether an allocation lies on these devices only; an empty one does."""
+    """Return whether all devices of an allocation are among `devices`; True if it has no devices."""
     return all(set(local) <= devices.get(name, set()) for name, local in allocation.devices.items())
 
 
@@ -154,7 +154,7 @@ def _checked(
 
 
 def _lost(allocation: Allocation, nodes: Mapping[str, Node]) -> str | None:
-    """Explain why an allocation is no longer valid; None if it is."""
+    """Explain why an allocation is no longer valid, for example as a node is gone; None if it is valid."""
     for name, local in allocation.devices.items():
         node = nodes.get(name)
         if node is None:
@@ -167,7 +167,7 @@ def _lost(allocation: Allocation, nodes: Mapping[str, Node]) -> str | None:
 
 
 def _usable_entries(view: JobView) -> tuple[JobView, str | None]:
-    """Return the job without impossible numbers, and a message about what was wrong."""
+    """Return the job without numbers that cannot be right, and a message about them; None without any."""
     said = []
     left = view.remaining
     if left is not None and not (left >= 0 and math.isfinite(left)):
@@ -223,7 +223,7 @@ def _devices_of(allocation: Allocation) -> list[Device]:
 
 
 def _held(views: Mapping[str, JobView], nodes: Mapping[str, Node], now_s: float) -> dict[str, str]:
-    """Return why each job that must keep its devices does so."""
+    """Return, by id, the reason for each running job that must keep its present devices."""
     running = {id_: view for id_, view in views.items() if view.allocation.devices}
     held = {
         id_: why
@@ -260,7 +260,7 @@ class _EmptyCluster:
             self._most_on_a_node[node.kind] = most
 
     def refusals(self, views: Iterable[JobView]) -> dict[str, str]:
-        """Return, by id, why jobs could not run even if they were alone; jobs that could are left out."""
+        """Return, by id, why jobs could not run even alone in the cluster; those that could are left out."""
         return {
             view.spec.id: no_shape_reason(view, self._devices, self._has_room)
             for view in views
@@ -268,7 +268,7 @@ class _EmptyCluster:
         }
 
     def could_run(self, spec: JobSpec, shape: Shape) -> bool:
-        """Return whether the job could have that shape if it were alone."""
+        """Return whether the job could run with that shape if no other job used the cluster."""
         in_domain = spec.level is None or shape.num_nodes == 1
         return (
             takes(spec, shape)
@@ -294,7 +294,7 @@ class _EmptyCluster:
 def _reserved(
     views: Mapping[str, JobView], held: Mapping[str, str], cluster: ClusterSpec, now_s: float
 ) -> dict[str | None, Devices]:
-    """Choose the devices of each active reservation, by tenant, without devices of jobs that stay."""
+    """Choose the devices of each reservation that holds now, by tenant, but none that a job must keep."""
     active = [r for r in cluster.reservations if r.start_s <= now_s < r.end_s]
     user_of = {d: v.spec for v in views.values() for d in _devices_of(v.allocation)}
     stays = {device for id_ in held for device in _devices_of(views[id_].allocation)}

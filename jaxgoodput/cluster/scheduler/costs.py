@@ -17,7 +17,7 @@ CHEAPER = 1e-9  # prices closer than this, relatively, count as equal
 
 
 class Purse(NamedTuple):
-    """A job restricted to its budget."""
+    """What the budget of a job leaves of it: the shapes that it can pay for, and messages to its user."""
 
     view: JobView
     """The job, with only those shapes in its table that it can pay for."""
@@ -28,7 +28,7 @@ class Purse(NamedTuple):
 
 
 def cost(received_s: Mapping[str, float | int], price_per_hour: Mapping[str, float]) -> float:
-    """Return the cost of device-seconds by kind.
+    """Return the cost of the device-seconds that were received of each kind of device.
 
     >>> cost({"t4": 7200.0}, {"t4": 0.5})
     1.0

@@ -92,7 +92,7 @@ def explain(
 
 @dataclass(frozen=True)
 class _Question:
-    """Answers whether the job would run if something were different."""
+    """A waiting job and its circumstances; the methods tell whether it would run if one of them changed."""
 
     job: str
     jobs: Sequence[JobView]
@@ -106,15 +106,15 @@ class _Question:
 
     @property
     def most_devices(self) -> int:
-        """How many more devices, quota or limit to try at most."""
+        """The most to add in a trial to a number of devices, a quota or a limit."""
         return 4 * sum(node.num_devices for node in self.cluster.nodes)
 
     def with_cluster(self, **changes) -> bool:
-        """Return whether the job runs on a changed cluster."""
+        """Return whether the job would run if these fields of the cluster had other values."""
         return self._runs(self.jobs, dataclasses.replace(self.cluster, **changes))
 
     def with_tenants(self, name: str | None, **changes) -> bool:
-        """Return whether the job runs if one tenant is changed, or all of them if `name` is None."""
+        """Return whether the job would run if the tenant `name` were changed; None changes all tenants."""
         tenants = tuple(
             dataclasses.replace(t, **changes) if name in (None, t.name) else t
             for t in self.cluster.tenants
@@ -122,7 +122,7 @@ class _Question:
         return self.with_cluster(tenants=tenants)
 
     def with_spec(self, **changes) -> bool:
-        """Return whether the job runs with a changed spec."""
+        """Return whether the job would run if these fields of its spec had other values."""
 
         def change(view: JobView) -> JobView:
             if view.spec.id != self.job:
@@ -132,11 +132,11 @@ class _Question:
         return self.with_jobs(change)
 
     def with_jobs(self, change: Callable[[JobView], JobView]) -> bool:
-        """Return whether the job runs after `change` is applied to every job."""
+        """Return whether the job would run if every job were replaced by `change(job)`."""
         return self._runs([change(view) for view in self.jobs], self.cluster)
 
     def with_devices(self, kind: str, count: int) -> bool:
-        """Return whether the job runs with `count` more devices of a kind, as `more_nodes` adds them."""
+        """Return whether the job would run with `count` more devices of a kind, as `more_nodes` adds them."""
         return self.with_cluster(
             nodes=(*self.cluster.nodes, *more_nodes(self.cluster, kind, count))
         )
@@ -147,7 +147,7 @@ class _Question:
 
 
 class _Reason(NamedTuple):
-    """A constraint without which the job would run."""
+    """A constraint that keeps the job from running, and a change that would let it run."""
 
     constraint: Constraint
     message: str
@@ -310,7 +310,7 @@ def _minimum_size(question: _Question) -> list[_Reason]:
 
 
 def _smaller_minimum(question: _Question) -> int | None:
-    """Return the largest power of two below the job's minimum with which it runs; None if there is none."""
+    """Return the largest power of two below the job's minimum with which it would run; None if none."""
     spec = question.view.spec
     if spec.mode == "rigid" or spec.min_devices == 1:
         return None
@@ -323,7 +323,7 @@ def _smaller_minimum(question: _Question) -> int | None:
 
 
 def _more_devices(question: _Question) -> dict[str, int]:
-    """Return the fewest additional devices with which the job runs, for each kind that it can use."""
+    """Return, for each kind that the job can use, the fewest additional devices with which it would run."""
     spec = question.view.spec
     sizes = node_size(question.cluster)
     wanted = sum(size_limits(view.spec)[0] for view in question.jobs)
@@ -355,7 +355,7 @@ def _least(runs: Callable[[int], bool], most: int) -> int | None:
 
 
 def _has_room(question: _Question, plan: Plan) -> bool:
-    """Return whether the job would fit beside all jobs that run in the plan."""
+    """Return whether the devices and limits that a plan leaves unused suffice for the job."""
     cluster = question.cluster
     kind_of = {node.name: node.kind for node in cluster.nodes}
     offered = shapes(cluster, question.jobs)
@@ -395,7 +395,7 @@ def _utility(question: _Question) -> _Reason:
 
 
 def _changes_for_refused(question: _Question) -> tuple[str, ...]:
-    """Return changes that would let a job run that could not run even alone."""
+    """Return changes that would let a job run that could not run even if it were alone."""
     spec, cluster = question.view.spec, question.cluster
     spent = cost(question.view.received_s, cluster.price_per_hour)
     without = {  # a requirement of the job, and what to say if it runs without it

@@ -18,7 +18,7 @@ Use = Mapping[str, Mapping[str, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """The most that the jobs of some tenants may use together."""
+    """The most devices, or money per hour, that the jobs of some tenants may use at a time."""
 
     tenants: frozenset[str]
     """Tenants that share the limit."""
@@ -30,11 +30,11 @@ class Limit:
     """Units per device of each kind; None = 1, the limit counts devices."""
 
     def per_device(self, kind: str) -> float:
-        """Return the units that one device of a kind counts."""
+        """Return how much of this limit one device of a kind uses up: 1, or its price."""
         return 1.0 if self.price is None else self.price.get(kind, 0.0)
 
     def used(self, use: Use) -> float:
-        """Return the units that the devices in `use` count against this limit."""
+        """Return how much of this limit the devices in `use` (counts by tenant and kind) use up."""
         return float(
             sum(
                 self.per_device(kind) * count
@@ -77,7 +77,7 @@ def limits_of(cluster: ClusterSpec) -> tuple[Limit, ...]:
 
 
 def quota_limit(tenant: str, most: int) -> Limit:
-    """Return the limit that a quota of `most` devices sets."""
+    """Return a quota, by which the jobs of a tenant may use `most` devices at a time, as a `Limit`."""
     said = f"the quota of tenant {tenant!r}, {most} devices"
     return Limit(tenants=frozenset({tenant}), left=float(most), said=said)
 
@@ -123,7 +123,7 @@ def devices_by_kind(allocation: Allocation, kind_of: Mapping[str, str]) -> Count
 
 
 def together(uses: Iterable[Use]) -> dict[str, Counter[str]]:
-    """Add up numbers of devices by tenant and kind."""
+    """Return the sum of several counts of devices by tenant and kind."""
     total: dict[str, Counter[str]] = {}
     for use in uses:
         for tenant, by_kind in use.items():
@@ -138,6 +138,6 @@ def counts(limits: Sequence[Limit], tenants: Sequence[str]) -> np.ndarray:
 
 
 def per_device(limits: Sequence[Limit], kinds: Sequence[str]) -> np.ndarray:
-    """Return [limits, kinds]: the units that one device of each kind counts."""
+    """Return [limits, kinds]: how much of each limit one device of each kind uses up."""
     rows = [[limit.per_device(kind) for kind in kinds] for limit in limits]
     return np.array(rows, np.float64).reshape(len(limits), len(kinds))

@@ -81,7 +81,7 @@ def reconcile(
 
 @dataclasses.dataclass
 class _Round:
-    """One decision: answers of the policy, collected over several calls on disjoint devices."""
+    """One decision in the making: the answers of a policy that is called for several sets of devices."""
 
     fixed: Constraints
     cluster: ClusterSpec
@@ -93,7 +93,7 @@ class _Round:
     bound: float | None = None
 
     def solve(self):
-        """Ask about each tenant's own jobs on its reserved devices, then about all others on the rest."""
+        """Ask the policy about each tenant's jobs on its reserved devices, then about all others."""
         fixed = self.fixed
         taken: Devices = {}  # by held jobs and reservations
         for id_, why in fixed.held.items():
@@ -113,7 +113,7 @@ class _Round:
             self.ask(left, withhold(self.cluster, taken, used))
 
     def ask_reserved(self, tenant: str, left: Sequence[str], used: Use) -> list[str]:
-        """Ask about a tenant's jobs on its reserved devices; return the jobs that get some."""
+        """Ask the policy about a tenant's jobs on its reserved devices; return the jobs that get some."""
         own = self.fixed.reserved[tenant]
         pool = [id_ for id_ in left if self.may_use(id_, tenant, own)]
         if pool:
@@ -130,13 +130,13 @@ class _Round:
         return view.spec.tenant == tenant and within(view.allocation, devices)
 
     def use(self, ids: Iterable[str]) -> Use:
-        """Return what these jobs use, by tenant and kind."""
+        """Return how many devices of each kind these jobs use, by tenant."""
         kind_of = {node.name: node.kind for node in self.cluster.nodes}
         tenants = {id_: self.fixed.views[id_].spec.tenant for id_ in ids}
         return use_by_tenant({id_: self.allocations[id_] for id_ in ids}, tenants, kind_of)
 
     def ask(self, ids: Sequence[str], cluster: ClusterSpec):
-        """Add the policy's answer about some jobs on the devices of a reduced cluster."""
+        """Have the policy decide about the jobs `ids` on the devices of `cluster`, and note its answer."""
         views = [self.fixed.views[id_] for id_ in ids]
         name = type(self.policy).__name__
         try:
@@ -158,7 +158,7 @@ class _Round:
             self.bound = (self.bound or 0.0) + decision.bound
 
     def keep(self, views: Sequence[JobView], offered: Devices, why: str):
-        """Leave every job as it is, unless its devices are no longer offered."""
+        """Let each job keep its devices if all of them are `offered`, else take them; note the reason."""
         for view in views:
             stays = within(view.allocation, offered)
             what = "unchanged" if stays else "its devices are reserved for others"

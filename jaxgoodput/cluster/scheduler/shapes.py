@@ -134,14 +134,14 @@ def _sparse(count: int, dense: int) -> list[int]:
 
 
 def size_limits(spec: JobSpec) -> tuple[int, int]:
-    """Return the fewest and the most devices that a job runs on."""
+    """Return the least and the greatest number of devices that a job may have; equal for a rigid job."""
     if spec.mode == "rigid" and spec.num_devices is not None:
         return spec.num_devices, spec.num_devices
     return spec.min_devices, spec.max_devices
 
 
 def takes(spec: JobSpec, shape: Shape) -> bool:
-    """Return whether a job's own limits on size and kind permit a shape."""
+    """Return whether a job's own limits on the number and kind of devices permit a shape."""
     least, most = size_limits(spec)
     return least <= shape.num_devices <= most and (spec.kinds is None or shape.kind in spec.kinds)
 
@@ -243,7 +243,7 @@ def no_shape_reason(
 
 
 def shape_in_words(shape: Shape) -> str:
-    """Return a shape in words.
+    """Return the number and kind of a shape's devices, and of its nodes, in words.
 
     >>> shape_in_words(Shape("h200", 2, 16))
     '16 h200 on 2 nodes'

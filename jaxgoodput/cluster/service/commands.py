@@ -131,7 +131,7 @@ _DRAIN = (
 
 
 def add_commands(commands: Commands) -> None:
-    """Register this room's commands."""
+    """Register the commands of the cluster service, such as `serve` and `submit`."""
 
     def add(action: Action, usage: str, options: tuple[Option | OneOf, ...], **settings: bool):
         name = action.__name__.removeprefix("_")
@@ -228,14 +228,14 @@ def _status(options, command: list[str], parser: argparse.ArgumentParser) -> int
 
 
 def _logs(options, command: list[str], parser: argparse.ArgumentParser) -> int:
-    """Print what the processes of a job have written."""
+    """Print what the processes of a job have written to their output."""
     from jaxgoodput.cluster.service import terminal
 
     return terminal.logs(options, parser)
 
 
 def _cancel(options, command: list[str], parser: argparse.ArgumentParser) -> int:
-    """Cancel a job: it saves its state and ends."""
+    """Ask the service to cancel a job, which then saves its state and ends."""
     from jaxgoodput.cluster.service import terminal
 
     return terminal.cancel(options, parser)

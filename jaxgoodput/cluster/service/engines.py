@@ -25,10 +25,10 @@ LOOK_S, AGAIN_S = 0.5, 2.0
 
 @runtime_checkable
 class AgentStarter(Protocol):
-    """Starts and stops agents on nodes."""
+    """An engine, such as Slurm or Ray, that starts and stops agents on nodes."""
 
     def nodes(self) -> Mapping[str, Sequence[str]]:
-        """Return the present nodes, each with the options of `jaxgoodput node` that the engine knows."""
+        """Return the nodes that exist now, each with options of `jaxgoodput node` that the engine sets."""
         ...
 
     def start(self, name: str, arguments: Sequence[str]) -> None:
@@ -36,7 +36,7 @@ class AgentStarter(Protocol):
         ...
 
     def ended(self) -> Mapping[str, int | None]:
-        """Return the exit codes of agents that ended since the last call; None if the node itself is lost."""
+        """Return the exit code of each agent that ended since the last call; None if its node is lost."""
         ...
 
     def stop(self) -> None:
@@ -45,7 +45,7 @@ class AgentStarter(Protocol):
 
 
 class Local:
-    """Runs nodes as processes of this machine, each with its own devices."""
+    """An `AgentStarter` that runs nodes as processes of this machine, each with its own devices."""
 
     def __init__(self, names: Sequence[str]):
         self._names = tuple(names)
@@ -56,13 +56,13 @@ class Local:
         return dict.fromkeys(self._names, ())
 
     def start(self, name: str, arguments: Sequence[str]) -> None:
-        """Start an agent. It survives if this process is killed."""
+        """Start the agent of a node as a process, which goes on if this process is killed."""
         self._children[name] = subprocess.Popen(
             self._command(name, arguments), stdin=subprocess.DEVNULL, start_new_session=True
         )
 
     def ended(self) -> Mapping[str, int | None]:
-        """Return the exit codes of agents that ended since the last call."""
+        """Return the exit code of each agent that ended since the last call, by the name of its node."""
         codes = {name: child.poll() for name, child in self._children.items()}
         found = {name: code for name, code in codes.items() if code is not None}
         for name in found:
@@ -154,7 +154,7 @@ class Ray:
         self._ends[name] = self._actors[name].run.remote(list(arguments))
 
     def ended(self) -> Mapping[str, int | None]:
-        """Return the exit codes of agents that ended since the last call; None if the node is lost."""
+        """Return the exit code of each agent that ended since the last call; None if its node is lost."""
         if not self._ends:
             return {}
         from ray.exceptions import RayActorError  # pyright: ignore[reportMissingImports]
@@ -165,7 +165,9 @@ class Ray:
             try:
                 found[name] = self._ray.get(self._ends.pop(name))
             except RayActorError as error:
-                logging.warning("node %s: %s", name, str(error).partition("\n")[0])
+                logging.warning(
+                    "node %s: its agent is lost: %s", name, str(error).partition("\n")[0]
+                )
                 found[name] = None
             del self._actors[name]
         return found
@@ -179,7 +181,7 @@ class Ray:
 
 
 class _AgentActor:
-    """A Ray actor that runs the agent of its node."""
+    """A Ray actor, one per node, that runs the agent of its node as a child process."""
 
     def __init__(self):
         self._child: subprocess.Popen[bytes] | None = None
@@ -205,7 +207,7 @@ class _AgentActor:
 
 
 def _ray():
-    """Return Ray, connected to the cluster of this machine or of RAY_ADDRESS."""
+    """Return the module `ray`, connected to the cluster of this machine or of RAY_ADDRESS."""
     try:
         import ray  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -259,7 +261,7 @@ def run_engine(
             stays = code in (DONE, USAGE)
             unwanted |= {name: code} if stays else {}
             said = "" if stays else "; it is started again"
-            logging.warning("the agent of %s has ended with %d%s", name, code, said)
+            logging.warning("the agent of node %s has ended with exit code %d%s", name, code, said)
         due = {name: at_s for name, at_s in due.items() if name in nodes}
         unwanted = {name: code for name, code in unwanted.items() if name in nodes}
         if nodes and len(unwanted) == len(nodes):

@@ -35,7 +35,7 @@ class ManifestOptions:
 
 
 def jobset(wanted: ManifestOptions) -> dict[str, Any]:
-    """Return the JobSet. Raises ValueError for a name that Kubernetes does not accept."""
+    """Return the JobSet, a Kubernetes resource. Raises ValueError for a name that Kubernetes rejects."""
     check_name(wanted.name, "a cluster")
     if wanted.name != wanted.name.lower() or "_" in wanted.name or "." in wanted.name:
         raise ValueError(

@@ -86,7 +86,7 @@ class Service:
 
     @property
     def scheme(self) -> str:
-        """The scheme of the service's URL."""
+        """The scheme of the service's URL, http or https."""
         return "http" if self.certificate is None else "https"
 
 
@@ -120,7 +120,11 @@ def _listener(service: Service) -> socket.socket:
             try:
                 return socket.create_server((service.host, int(last)), backlog=1024)
             except OSError as error:
-                logging.warning("port %s, which the last service used, is taken (%s)", last, error)
+                logging.warning(
+                    "port %s, which the last service used, is taken, so a free one is used (%s)",
+                    last,
+                    error,
+                )
     return socket.create_server((service.host, service.port), backlog=1024)
 
 
@@ -181,7 +185,7 @@ def _config(service: Service, guard: AccessGuard) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """An HTTP server that ends if a task beside it fails, because a service must not seem well without it."""
+    """An HTTP server that ends if a task that must run beside it, such as planning, fails."""
 
     def __init__(self, config: uvicorn.Config, release: Callable[[], None]):
         super().__init__(config)
@@ -193,7 +197,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM, without raising them again at the end as uvicorn does."""
+        """Handle SIGINT and SIGTERM inside the block; unlike uvicorn, do not raise them again at its end."""
         loop = asyncio.get_running_loop()
         kinds = (signal.SIGINT, signal.SIGTERM)
         for kind in kinds:
@@ -229,7 +233,7 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def _beside(work: Any, server: _Server) -> AsyncIterator[None]:
-    """Run a coroutine beside the server."""
+    """Run the coroutine `work` as a task inside the block. The server ends if the task does."""
     task = asyncio.create_task(work)
     task.add_done_callback(server.end)
     try:
@@ -241,7 +245,7 @@ async def _beside(work: Any, server: _Server) -> AsyncIterator[None]:
 
 
 async def _watch(book: Book, heartbeats: Heartbeats, clock: Clock) -> None:
-    """Mark nodes as down that send no heartbeats, until cancelled."""
+    """Mark nodes as down that have sent no heartbeat for too long; goes on until cancelled."""
     while True:
         looked_s = clock.now()
         await asyncio.sleep(LOOK_S)
@@ -266,7 +270,7 @@ async def _watch(book: Book, heartbeats: Heartbeats, clock: Clock) -> None:
 
 
 class _LocalAgents:
-    """The agents of this machine. They survive the service, and end with it only on Ctrl-C."""
+    """The agents of this machine. They survive the service, and are ended with it only on Ctrl-C."""
 
     def __init__(self, service: Service, url: str):
         self._token, self._engine = service.folder / TOKEN_FILE, service.folder / ENGINE
@@ -291,7 +295,10 @@ class _LocalAgents:
             *self._command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
         )
         code = await self._process.wait()
-        logging.warning("the agents of this machine have ended with %d", code)
+        logging.warning(
+            "the agents of this machine have ended with exit code %d. Start the service again to start them.",
+            code,
+        )
         await asyncio.Event().wait()
 
     async def stop(self) -> None:
@@ -312,7 +319,7 @@ class PatientProtocol(H11Protocol):
     """HTTP/1.1 with a limited patience: if the head of a request arrives too slowly, the connection ends."""
 
     def connection_made(self, transport: Any) -> None:
-        """Start the timer for the first head."""
+        """Start the timer that closes the connection if the first request's head takes too long."""
         super().connection_made(transport)
         self._due = self.loop.call_later(HEADER_S, self._too_slow)
 
@@ -325,7 +332,7 @@ class PatientProtocol(H11Protocol):
             self._stop_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
+        """Stop the timer, as the connection has ended."""
         self._stop_timer()
         super().connection_lost(exc)
 
@@ -335,7 +342,7 @@ class PatientProtocol(H11Protocol):
             self._due = None
 
     def _is_between(self) -> bool:
-        """Whether no request is being answered."""
+        """Whether the connection is between two requests: none is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def _too_slow(self) -> None:

@@ -33,7 +33,7 @@ WAIT_S = 20.0
 
 
 def serve(options, parser: argparse.ArgumentParser) -> int:
-    """Run `jaxgoodput serve`."""
+    """Carry out the command `jaxgoodput serve`; return its exit code."""
     from jaxgoodput.cluster.service.record.journal import CorruptJournalError, DiskFull
 
     folder = _folder(options)
@@ -117,7 +117,7 @@ def _service(options, folder: pathlib.Path):
 
 
 def _local(options, folder: pathlib.Path) -> tuple[str, ...]:
-    """Return the command that runs the agents of this machine; empty for `--local 0`."""
+    """Return the command line that runs the agents of this machine; empty for `--local 0`."""
     text = options.local or f"1x{os.cpu_count() or 1}"
     if text == "0":
         return ()
@@ -137,7 +137,7 @@ def _local(options, folder: pathlib.Path) -> tuple[str, ...]:
 
 
 def _agent_options(options) -> list[str]:
-    """Return the options of `serve` or `nodes` that their agents get as well."""
+    """Return the options that `serve` and `nodes` pass on to the agents that they start."""
     return [
         *("--kind", options.kind, "--grace-s", f"{options.grace_s:g}"),
         *("--hints-s", f"{options.hints_s:g}", "--join-s", f"{options.join_s:g}"),
@@ -145,7 +145,7 @@ def _agent_options(options) -> list[str]:
 
 
 def node(options, parser: argparse.ArgumentParser) -> int:
-    """Run `jaxgoodput node`."""
+    """Carry out the command `jaxgoodput node`; return its exit code."""
     from jaxgoodput.cluster.service.node.agent import IN_USE, NodeAgentSettings, run_node
     from jaxgoodput.cluster.service.node.jobs import LaunchSettings
 
@@ -175,11 +175,13 @@ def node(options, parser: argparse.ArgumentParser) -> int:
 
 
 def nodes(options, parser: argparse.ArgumentParser) -> int:
-    """Run `jaxgoodput nodes`."""
+    """Carry out the command `jaxgoodput nodes`; return its exit code."""
     from jaxgoodput.cluster.service.engines import ENGINE, run_engine
 
     if options.engine != "local" and options.count is not None:
-        parser.error(f"--count is for --engine local; {options.engine} has nodes of its own")
+        parser.error(
+            f"--count is for --engine local; {options.engine} has nodes of its own, so leave it out"
+        )
     try:
         url, connect = _connect(options)
         engine = _engine(options)
@@ -195,7 +197,7 @@ def nodes(options, parser: argparse.ArgumentParser) -> int:
         signal.signal(kind, lambda *_: told.set())
 
     def lost(name: str) -> None:
-        """Tell the service at once, instead of letting it wait for a heartbeat."""
+        """Tell the service at once that a node is lost, before it misses heartbeats."""
         try:
             with contextlib.closing(connect()) as client:
                 client.call("POST", "nodes", name, "down", changes=True, type_=Receipt)
@@ -223,7 +225,7 @@ def _engine(options):
 
 
 def manifests(options) -> int:
-    """Run `jaxgoodput manifests`."""
+    """Carry out the command `jaxgoodput manifests`; return its exit code."""
     from jaxgoodput.cluster.service.manifests import ManifestOptions, jobset, to_yaml
 
     wanted = ManifestOptions(
@@ -243,7 +245,7 @@ def manifests(options) -> int:
 
 
 def submit(options, command: list[str], parser: argparse.ArgumentParser) -> int:
-    """Run `jaxgoodput submit`."""
+    """Carry out the command `jaxgoodput submit`; return its exit code."""
     if not command:
         parser.error("there is no command to run: `jaxgoodput submit ... -- python train.py`")
     try:
@@ -306,7 +308,7 @@ def workdir_of(command: list[str]) -> str | None:
 
 
 def status(options, parser: argparse.ArgumentParser) -> int:
-    """Run `jaxgoodput status`."""
+    """Carry out the command `jaxgoodput status`; return its exit code."""
 
     def show(client: Client) -> int:
         # Reasons may hold brackets, which Rich would read as markup.
@@ -375,7 +377,7 @@ def _jobs_table(listed: wire.JobList) -> Table:
 
 
 def logs(options, parser: argparse.ArgumentParser) -> int:
-    """Run `jaxgoodput logs`."""
+    """Carry out the command `jaxgoodput logs`; return its exit code."""
     wait_s = WAIT_S if options.follow else 0.0
 
     def show(client: Client) -> int:
@@ -393,18 +395,18 @@ def logs(options, parser: argparse.ArgumentParser) -> int:
 
 
 def cancel(options, parser: argparse.ArgumentParser) -> int:
-    """Run `jaxgoodput cancel`."""
+    """Carry out the command `jaxgoodput cancel`; return its exit code."""
     return _ask(options, lambda client: _change(client, "jobs", options.job, "cancel"))
 
 
 def drain(options, parser: argparse.ArgumentParser) -> int:
-    """Run `jaxgoodput drain`."""
+    """Carry out the command `jaxgoodput drain`; return its exit code."""
     verb = "down" if options.down else "up" if options.undo else "drain"
     return _ask(options, lambda client: _change(client, "nodes", options.node, verb))
 
 
 def explain(options, parser: argparse.ArgumentParser) -> int:
-    """Run `jaxgoodput explain`."""
+    """Carry out the command `jaxgoodput explain`; return its exit code."""
 
     def show(client: Client) -> int:
         found = client.call(
@@ -444,7 +446,7 @@ def _folder(options) -> pathlib.Path:
 
 
 def _connect(options) -> tuple[str, Callable[[], Client]]:
-    """Return the service's URL, and a function that opens connections to it. Raises ValueError."""
+    """Return the service's URL, and a function that makes a client for it. Raises ValueError."""
     folder, ca = _folder(options), options.ca
     url = options.scheduler
     if url is None:

@@ -113,13 +113,13 @@ class Submission:
 
     @functools.cached_property
     def num_letters(self) -> int:
-        """The length of its command and paths, which is about the room that it takes."""
+        """The number of characters in its command and paths, roughly the memory that it takes."""
         return sum(map(len, (*self.command, self.cwd, self.workdir or "")))
 
 
 @message
 class Join:
-    """The request of an agent to add its node."""
+    """The request by which an agent adds its node to the cluster."""
 
     node: Node
     instance: str
@@ -138,7 +138,7 @@ class Join:
 
 @message
 class JobTask:
-    """The part of one job that a node runs."""
+    """The part of a job that one node runs, as the service tells the node."""
 
     job: str
     generation: int
@@ -164,7 +164,7 @@ class JobTask:
 
 @message
 class NodeWork:
-    """All tasks of a node. The node ends everything that is not among them."""
+    """All tasks of a node. The node ends every process that belongs to none of them."""
 
     node: str
     version: int
@@ -192,7 +192,7 @@ class Report:
 
 @message
 class OutputLines:
-    """Further output of a job's processes on a node."""
+    """Lines that a job's processes on a node have written since the last request."""
 
     job: str
     text: str
@@ -200,7 +200,7 @@ class OutputLines:
 
 @message
 class Reports:
-    """All news that an agent sends in one request."""
+    """All reports on coordinators that an agent sends in one request."""
 
     instance: str
     coordinators: tuple[Report, ...] = ()
@@ -209,7 +209,7 @@ class Reports:
 
 @message
 class HeldDevices:
-    """The devices that a job held in one period."""
+    """The devices that a job held in one period, and when the period began and ended."""
 
     start_s: float
     end_s: float | None
@@ -249,7 +249,7 @@ class JobShown:
 
 @message
 class JobList:
-    """Some jobs, the newest last."""
+    """Some jobs, as users see them, the newest last."""
 
     now_s: float
     jobs: tuple[JobShown, ...]
@@ -257,7 +257,7 @@ class JobList:
 
 @message
 class AllocationShown:
-    """The devices of a job, and the generation of that allocation."""
+    """The devices of a job, and the generation (number of changes) of that allocation."""
 
     job: str
     phase: Phase
@@ -280,7 +280,7 @@ class NodeShown:
 
 @message
 class ClusterShown:
-    """All nodes."""
+    """All nodes, as users see them."""
 
     now_s: float
     nodes: tuple[NodeShown, ...]
@@ -288,7 +288,7 @@ class ClusterShown:
 
 @message
 class Receipt:
-    """The confirmation that a request is in the journal."""
+    """The answer which confirms that a request is in the journal."""
 
     ok: bool = True
     note: str = ""
@@ -296,7 +296,7 @@ class Receipt:
 
 @message
 class Log:
-    """A part of a job's output."""
+    """A part of the output of a job's processes."""
 
     text: str
     next_offset: int
@@ -317,7 +317,7 @@ class JobExplanation:
 
 @message
 class WouldChange:
-    """A job that would get other devices."""
+    """A job that would get other devices if one more job were submitted."""
 
     job: str
     before: str
@@ -326,7 +326,7 @@ class WouldChange:
 
 @message
 class WhatIf:
-    """The plan as it would be with one more job."""
+    """The answer to a what-if question: the plan as it would be with one more job."""
 
     job: str
     gets: str
@@ -336,7 +336,7 @@ class WhatIf:
 
 @message
 class Health:
-    """The answer of a service that runs."""
+    """The answer of `/healthz`: how a running service is."""
 
     ok: bool
     version: int
@@ -364,7 +364,7 @@ class Sharing:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """How the service makes plans."""
+    """The options of plans: the policy, and how it decides."""
 
     policy: str = "goodput"
     sharing: Sharing = field(default_factory=Sharing)

@@ -11,7 +11,7 @@ from jaxgoodput.specs import ClusterSpec, Tenant
 
 
 class TenantAccounts:
-    """Accounts for the tenants of a cluster.
+    """Keeps account of what the tenants of a cluster received and deserved.
 
     `half_life_s` is the time after which what a tenant had counts half as much.
     """
@@ -23,7 +23,7 @@ class TenantAccounts:
         self._cluster, self._half_life_s = cluster, half_life_s
 
     def add(self, active: Sequence[TrackedJob], present: ClusterSpec, seconds: float) -> None:
-        """Account for a time in which the unfinished jobs kept their devices; `present`: the cluster then."""
+        """Count `seconds` in which unfinished jobs kept their devices; `present`: the cluster meanwhile."""
         have = dict.fromkeys((job.work.spec.tenant for job in active), 0.0)
         for job in active:
             have[job.work.spec.tenant] += job.allocation.num_devices if job.running else 0
@@ -33,7 +33,7 @@ class TenantAccounts:
             self._deserved_s[name] = self._deserved_s.get(name, 0.0) + share * seconds
 
     def records(self, jobs: Sequence[JobRecord]) -> tuple[TenantRecord, ...]:
-        """Return the record of every tenant, then of tenants that only occur in jobs."""
+        """Return a record per tenant: first the cluster's, then others that jobs name; () without tenants."""
         if not self._cluster.tenants:
             return ()
         below = subtrees(self._cluster)

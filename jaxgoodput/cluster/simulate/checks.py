@@ -14,13 +14,17 @@ from jaxgoodput.specs import ClusterSpec, JobSpec
 def check(scenario: Scenario, settings: Settings, name: str, entry: PolicyEntry) -> None:
     """Raise ValueError, naming the option, if the policy `name` could not run the scenario to its end."""
     if not scenario.jobs:
-        raise ValueError(f"--workload: {scenario.name} has no jobs; there is nothing to simulate.")
+        raise ValueError(
+            f"--workload: {scenario.name} has no jobs; there is nothing to simulate. Name another one."
+        )
     sizes: dict[str, int] = {}  # usable devices by kind
     for node in scenario.cluster.nodes:
         if node.state == "up":
             sizes[node.kind] = sizes.get(node.kind, 0) + node.num_usable
     if not any(sizes.values()):
-        raise ValueError("--cluster: no node has a usable device; nothing could run.")
+        raise ValueError(
+            "--cluster: no node has a usable device; nothing could run. Give another cluster."
+        )
     _check_policy(scenario, sizes, name, entry)
     _check_guarantees(scenario.cluster, sum(sizes.values()))
     settings = replace(settings, mode=entry.mode)

@@ -56,7 +56,7 @@ _OPTIONS = (
 
 
 def add_commands(commands: Commands) -> None:
-    """Register this room's command."""
+    """Register the command `jaxgoodput simulate`."""
     usage = (
         "jaxgoodput simulate [--policy A,B,...] [--workload W] [--cluster C] [--out DIR] [options]"
     )

@@ -65,7 +65,7 @@ def compare(
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return a table with a line per policy. FTF is finish-time fairness (see `records`)."""
+    """Return a table with a line per policy, as text. FTF is finish-time fairness (see `records`)."""
     rows = []
     for result in results:
         found = result.summary()

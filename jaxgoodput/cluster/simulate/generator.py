@@ -200,7 +200,7 @@ def _asked_for(family: Family, largest: int, per_node: int) -> list[tuple[int, i
     sizes = [2**i for i in range(1, largest.bit_length())]
 
     def speed(devices: int, batch: int) -> float:
-        """Return the base steps per second."""
+        """Return the base steps per second on these devices at this batch, half-way through training."""
         nodes = -(-devices // per_node)
         seconds = fixed_step_s(_perf(family, 1.0), family.limits, nodes, devices, batch)
         return 0.0 if seconds is None else float(gain(middle, batch / base)) / seconds

@@ -108,7 +108,7 @@ def completion_png(results: Sequence[Result], *, title: str = "") -> bytes:
 
 
 def _hour_ticks(axes: Any) -> None:
-    """Put ticks at times with a common name, such as 10 min."""
+    """Set ticks on the time axis whose labels are usual times, such as 10 min."""
     from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
     words = {"1 s": 1, "10 s": 10, "1 min": 60, "10 min": 600, "1 h": 3600, "10 h": 36000}
@@ -174,7 +174,7 @@ def _bars(axes: Any, boxes: Sequence[tuple], colour: str, label: str) -> None:
 
 
 def _runs(local: Sequence[int]) -> list[tuple[int, int]]:
-    """Join neighbouring indices to [low, high), so that a job on a whole node is one bar."""
+    """Join neighbouring device indices to ranges [low, high), so that a job on a whole node is one bar."""
     runs: list[tuple[int, int]] = []
     for index in sorted(local):
         if runs and runs[-1][1] == index:
@@ -185,7 +185,7 @@ def _runs(local: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _kinds(axes: Any, cluster: ClusterSpec, first: Mapping[str, int], end_h: float) -> None:
-    """Draw borders between nodes, and the name of each kind beside its rows."""
+    """Draw a line at the border of each node, and name each kind of device beside its rows."""
     spans: dict[str, tuple[int, int]] = {}
     for node in cluster.nodes:
         low, high = first[node.name], first[node.name] + node.num_devices
@@ -200,7 +200,7 @@ def _kinds(axes: Any, cluster: ClusterSpec, first: Mapping[str, int], end_h: flo
 
 
 def _queue(axes: Any, jobs: Sequence[JobRecord]) -> None:
-    """Draw the number of unfinished jobs over time, and how many of them are running."""
+    """Draw the number of unfinished jobs over time, and the number of them that are running."""
     inside = [(job.submit_s, 1) for job in jobs] + [(job.finish_s, -1) for job in jobs]
     stays = [(i.start_s, i.end_s) for job in jobs for i in job.intervals]
     running = [(start, 1) for start, _ in stays] + [(end, -1) for _, end in stays]

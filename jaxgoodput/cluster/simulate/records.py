@@ -19,7 +19,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A period in which a job had the same devices."""
+    """A period in which a job held the same devices."""
 
     start_s: float
     end_s: float
@@ -35,7 +35,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """What happened to one job."""
+    """What happened to one job of a simulation: its times, its devices and its restarts."""
 
     id: str
     application: str
@@ -62,7 +62,7 @@ class JobRecord:
 
     @property
     def jct_s(self) -> float:
-        """Job completion time: seconds from the submission to the end."""
+        """Job completion time: the seconds from the job's submission to its end."""
         return self.finish_s - self.submit_s
 
     @property
@@ -85,7 +85,7 @@ class JobRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TenantRecord:
-    """What a tenant and all tenants below it had and deserved."""
+    """How much a tenant, with all tenants below it, received, and how much it deserved."""
 
     name: str
     parent: str | None = None
@@ -100,7 +100,7 @@ class TenantRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The result of a simulation."""
+    """The result of simulating one policy: what happened to all jobs and tenants."""
 
     policy: str
     jobs: tuple[JobRecord, ...]

@@ -93,14 +93,18 @@ def _cluster_file(path: str) -> ClusterSpec:
         try:
             spec = loads(pathlib.Path(path).read_text(encoding="utf-8"), ClusterSpec)
         except OSError as error:
-            raise ValueError(f"cannot be read: {error.strerror}.") from error
+            raise ValueError(
+                f"the file cannot be read: {error.strerror}. Name a .json file of a ClusterSpec."
+            ) from error
         if sum(node.num_devices for node in spec.nodes) > _MOST_DEVICES:
-            raise ValueError(f"has more than {_MOST_DEVICES} devices.")
+            raise ValueError(
+                f"the file has more than {_MOST_DEVICES} devices. Describe a smaller cluster."
+            )
         return spec
 
 
 def _nodes(found: re.Match[str], kind: str, before: Iterable[Node]) -> Iterable[Node]:
-    """Yield the nodes of one part of a cluster's text, numbered after the nodes before it."""
+    """Yield the nodes of one part of a cluster's text, such as 16x4, numbered after the nodes `before`."""
     first = sum(node.kind == kind for node in before)
     for index in range(first, first + int(found["nodes"])):
         labels = {}
@@ -178,7 +182,7 @@ def _with_prices(scenario: Scenario, text: str) -> Scenario:
     with naming("--prices"):
         unknown = sorted(set(found) - {node.kind for node in scenario.cluster.nodes})
         if unknown:
-            raise ValueError(f"the cluster has no {unknown[0]!r}.")
+            raise ValueError(f"the cluster has no {unknown[0]!r} devices. Leave their price out.")
         return replace(scenario, cluster=replace(scenario.cluster, price_per_hour=found))
 
 
@@ -253,7 +257,7 @@ def _published(workload: str, cluster: str | None) -> Scenario:
 
 
 def _one_file(folder: pathlib.Path) -> pathlib.Path:
-    """Return the only workload below a folder."""
+    """Return the only workload file in a folder or below. Raises ValueError if there is not exactly one."""
     below = [p for p in sorted(folder.rglob("*")) if p.is_file()]
     found = [p for p in below if p.suffix == ".trace" or p.match("workload-*.csv")]
     if len(found) == 1:
@@ -267,7 +271,7 @@ def _one_file(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _kinds(spec: ClusterSpec, tables: pathlib.Path, known: Collection[str]) -> list[str]:
-    """Return the kinds of a cluster. Raises ValueError if one was not measured."""
+    """Return the kinds of device of a cluster, sorted. Raises ValueError for a kind without measurements."""
     kinds = sorted({node.kind for node in spec.nodes})
     for kind in kinds:
         if kind not in known:

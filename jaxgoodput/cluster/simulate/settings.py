@@ -16,7 +16,7 @@ RESTART_BASE_S, RESTART_BYTES_PER_S = 2.2, 7.1e8
 
 @dataclass(frozen=True)
 class Pin:
-    """The fixed configuration of an application that does not adapt."""
+    """The fixed devices and batch of an application that does not adapt."""
 
     num_devices: int
     global_batch_size: int
@@ -105,11 +105,14 @@ class Settings:
         for application, factor in self.slowdown.items():
             if not (factor > 0 and math.isfinite(factor)):
                 raise ValueError(
-                    f"Settings.slowdown[{application!r}] must be above 0 and finite, got {factor}."
+                    f"Settings.slowdown[{application!r}] must be above 0 and finite, got {factor}. "
+                    "1 = not slower."
                 )
         for name in ("step_noise", "gradient_noise", "told_noise", "observe_s"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"Settings.{name} must be at least 0, got {getattr(self, name)}.")
+                raise ValueError(
+                    f"Settings.{name} must be at least 0, got {getattr(self, name)}. 0 = none."
+                )
         if not 0 <= self.interference < 1:
             raise ValueError(
                 f"Settings.interference must be a share of at least 0 and below 1, got "
@@ -121,11 +124,11 @@ class Settings:
             )
 
     def restart_of(self, application: str) -> float:
-        """Return the seconds of a restart of an application."""
+        """Return the seconds that a restart of an application really takes."""
         return of_application(self.restart_s, application, "Settings.restart_s")
 
     def told_restart_of(self, application: str) -> float:
-        """Return the seconds of a restart of an application that policies are told."""
+        """Return the seconds that policies are told a restart of an application takes."""
         told = self.restart_s if self.told_restart_s is None else self.told_restart_s
         return of_application(told, application, "Settings.told_restart_s")
 

@@ -30,7 +30,7 @@ STALLED_S = 24 * 3600.0  # if nothing runs and nothing happens for this long, no
 
 
 class StalledError(RuntimeError):
-    """Jobs wait, nothing runs, and nothing will ever change."""
+    """The simulation is stuck: jobs wait, nothing runs, and nothing will ever change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ def decision_at(
 
 
 class _World:
-    """The state of one simulation."""
+    """One simulation in progress: its time, its jobs, its nodes, and the plan in force."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class _World:
                 job.cancel_s = job.trace.submit_s + script.cancelled_after_s(job.index)
 
     def steps(self) -> Iterator[None]:
-        """Run the simulation to its end; yields after every step of time."""
+        """Run the simulation to its end; yields after each advance of the simulated time."""
         settings = self._settings
         if settings.round_s is not None and settings.decide_at_start:
             self._befall()
@@ -215,7 +215,7 @@ class _World:
             self._decide()
 
     def _span(self, speeds: Mapping[str, float]) -> float:
-        """Return the seconds until the next event."""
+        """Return the seconds until the next event, such as a decision, an arrival, a failure or an end."""
         moments = [max(self._due_s(), self.now_s), self._breakdowns.next_s]
         for job in self.waiting:
             moments.append(job.cancel_s)
@@ -234,13 +234,13 @@ class _World:
         return span
 
     def _due_s(self) -> float:
-        """Return when the policy is asked next: soon if an event asks for it, otherwise as the plan says."""
+        """Return the time when the policy is asked next: soon after an event, otherwise as the plan says."""
         if self._wanted:
             return self._last_solve_s + self._settings.min_gap_s
         return self._next_solve_s
 
     def _befall(self) -> None:
-        """Write checkpoints, let nodes fail and be repaired, and cancel jobs, as due by now."""
+        """Write checkpoints, let nodes fail and be repaired, and cancel jobs, if their time has come."""
         for job in self.waiting:
             if job.running and self.now_s - job.checkpoint[0] >= self._breakdowns.checkpoint_s:
                 job.save(self.now_s)
@@ -264,7 +264,7 @@ class _World:
     # Decisions.
 
     def _decide(self) -> None:
-        """Ask the policy, and act on its plan."""
+        """Ask the policy for a plan, and give jobs the devices that it says."""
         settings = self._settings
         active = [job for job in self.waiting if job.trace.submit_s <= self.now_s]
         self._last_solve_s, self._wanted = self.now_s, False
@@ -311,7 +311,7 @@ class _World:
         job.work.place(kind, tuple(map(len, allocation.devices.values())))
 
     def _stop_without_money(self) -> None:
-        """Cancel the jobs whose budget is used up, which would wait for ever."""
+        """Cancel the jobs whose budget is used up, as they would wait for ever."""
         for job in self.waiting:
             if job.trace.submit_s <= self.now_s and spent(job, self._cluster.price_per_hour):
                 job.out_of_money = True
@@ -330,13 +330,13 @@ class _World:
             )
 
     def newcomer(self, trace: TraceJob, now_s: float) -> JobView:
-        """Return the view of a hypothetical job that arrives now."""
+        """Return the `JobView` of a hypothetical job that is submitted now."""
         kinds = (node.kind for node in self._cluster.nodes)
         had_s = self._tenants.had_s
         return self._views.newcomer(self._truth, trace, len(self.jobs), kinds, now_s, had_s)
 
     def result(self, name: str) -> Result:
-        """Return the records of all jobs, once they are done."""
+        """Return the records of all jobs, once they are done, as the result of the policy `name`."""
         records = tuple(job.record(self._cluster) for job in self.jobs)
         return Result(
             policy=name,

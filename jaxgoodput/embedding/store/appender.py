@@ -51,7 +51,7 @@ class Appender:
         self._finishing = threading.Lock()
 
     def append(self, ids: Int64[np.ndarray, " n"], rows: UInt64[np.ndarray, "n words"]) -> None:
-        """Write rows and point their ids to them. Raises OSError if the disk refuses."""
+        """Write rows, and note that their ids' newest rows are these. Raises OSError if the disk refuses."""
         start = 0
         while start < len(ids):
             number, writer = self._with_room()
@@ -76,7 +76,7 @@ class Appender:
         return self._active
 
     def retire(self) -> None:
-        """End the active segment; `finish` does the rest."""
+        """Write no more rows into the active segment; `finish` completes its file later."""
         if self._active is None:
             return
         (number, writer), self._active = self._active, None

@@ -35,7 +35,7 @@ def to_compact(num_rows: Sequence[int], num_live: Sequence[int], max_rows: int) 
 
 
 class Compactor:
-    """Compacts a store, on a background thread if `in_background`.
+    """Compacts a store: rewrites segments with outdated rows, on a background thread if `in_background`.
 
     An error on that thread is raised by the next `raise_failure`. A full disk is not an error: compaction
     pauses until `retry`.
@@ -60,7 +60,7 @@ class Compactor:
             self._worker = QueueWorker("compaction", self._compact_all, on_error=self._failed)
 
     def wake(self) -> None:
-        """Have the background thread finish full segments and compact. Returns at once."""
+        """Have the background thread finish full segments and compact; returns without waiting for it."""
         if self._worker is not None and not self._worker.num_waiting:
             self._worker.put(None)
 
@@ -70,13 +70,13 @@ class Compactor:
             self.wake()
 
     def retry(self) -> None:
-        """Try again if the disk was full: a commit may have made room."""
+        """Try to compact again after the disk was full, as a commit may have made room."""
         if not self._has_room:
             self._has_room = True
             self.wake()
 
     def raise_failure(self) -> None:
-        """Raise what the background thread failed with, once."""
+        """Raise the error with which the background thread failed, if it did; only once."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -87,7 +87,7 @@ class Compactor:
             self._worker.close()
 
     def compact(self) -> bool:
-        """Compact once; return whether there was anything to do."""
+        """Rewrite the rows in use of segments with many outdated ones; return whether there were any."""
         with self._lock:
             self._appender.finish()
             if not (chosen := self._chosen()):

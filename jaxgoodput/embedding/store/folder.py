@@ -30,7 +30,7 @@ ASIDE = "damaged"
 
 @dataclass(frozen=True)
 class SegmentEntry:
-    """One segment in a manifest."""
+    """One segment (file of rows), as a manifest lists it."""
 
     name: str
     num_rows: int
@@ -40,7 +40,7 @@ class SegmentEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of one commit."""
+    """The content of one commit: its segments, and the metadata of the table."""
 
     number: int
     row_bytes: int
@@ -102,7 +102,7 @@ class StoreFolder:
     # -- segment files -------------------------------------------------------------------------------
 
     def new_writer(self, max_rows: int) -> SegmentWriter:
-        """Create a segment file, pinned until `unpin` or `discard`."""
+        """Create a segment file, which `delete_unused` spares until `unpin` or `discard`."""
         with self._lock:
             self._last_file += 1
             name = f"{self._last_file:08d}.rows"
@@ -120,7 +120,7 @@ class StoreFolder:
             self._pinned.discard(name)
 
     def discard(self, writer: SegmentWriter) -> None:
-        """Delete a segment that will not be finished."""
+        """Delete the file of a segment that will not be finished."""
         writer.close()
         writer.path.unlink(missing_ok=True)
         self.unpin(writer.path.name)
@@ -273,7 +273,7 @@ class StoreFolder:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Add what was lost, and what to do, to the error of a disk that is full or read-only."""
+        """Add what was lost, and what to do, to an OSError inside the block from a full or read-only disk."""
         try:
             yield
         except OSError as error:

@@ -14,7 +14,7 @@ COPIED_AT_ONCE = 4096  # rows copied while they are in the processor's cache
 
 
 class LiveRows(NamedTuple):
-    """The rows of a segment that no later row has replaced."""
+    """The live rows of a segment: the ones for which no newer row was written."""
 
     segment: Segment | SegmentWriter
     ids: Int64[np.ndarray, " n"]
@@ -82,7 +82,7 @@ class RowMap:
         return rows
 
     def put(self, ids: Int64[np.ndarray, " n"], number: int, first: int) -> None:
-        """Point ids to consecutive rows of a segment, from position `first` on."""
+        """Note that rows of these ids lie in segment `number`, one after another from position `first` on."""
         locations = self._locations(number, first, len(ids))
         with self._lock:
             self._point(ids, locations, number)
@@ -102,7 +102,7 @@ class RowMap:
             return number
 
     def load(self, segments: Iterable[Segment]) -> None:
-        """Add the finished segments of a commit, with all of their rows."""
+        """Add the segments of a commit, all of them finished, and note which rows they hold."""
         for segment in segments:
             number, ids = self.add(segment), np.asarray(segment.ids)
             self._index.put(ids, self._locations(number, 0, len(ids)))
@@ -110,17 +110,17 @@ class RowMap:
             self._num_live[number] = len(self._live(number).ids)
 
     def finish(self, number: int, segment: Segment) -> None:
-        """Replace the writer of a segment by the finished segment."""
+        """Replace a segment's writer by the segment itself, as its file is now complete."""
         with self._lock:
             self._segments[number] = segment
 
     def remove(self, number: int) -> None:
-        """Remove a segment that has no live rows."""
+        """Remove a segment all of whose rows were replaced by newer ones."""
         with self._lock:
             self._remove(number)
 
     def finished(self) -> list[Segment]:
-        """Return the segments in order. All of them must be finished."""
+        """Return all segments, the oldest first. All of them must be finished."""
         with self._lock:
             segments = [self._segments[number] for number in self._order]
         finished = [segment for segment in segments if isinstance(segment, Segment)]
@@ -140,7 +140,7 @@ class RowMap:
             return numbers, sizes, [self._num_live[n] for n in numbers]
 
     def live(self, numbers: Sequence[int]) -> dict[int, LiveRows]:
-        """Return the live rows of some segments by number."""
+        """Return, by number of segment, the rows that no newer row has replaced."""
         with self._lock:
             return {number: self._live(number) for number in numbers}
 

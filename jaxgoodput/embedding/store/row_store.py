@@ -25,7 +25,7 @@ SEGMENT_BYTES = 2**27
 
 
 class StoredRows(NamedTuple):
-    """The answer of `RowStore.get`."""
+    """What `RowStore.get` returns: the rows of the ids that have one."""
 
     found: Bool[np.ndarray, " n"]
     """Whether each id has a row."""
@@ -149,7 +149,8 @@ class RowStore:
         """
         if rows.shape[1] * 8 != self.row_bytes:
             raise ValueError(
-                f"rows of {rows.shape[1] * 8} bytes do not fit a store of rows of {self.row_bytes} bytes."
+                f"rows of {rows.shape[1] * 8} bytes do not fit a store of rows of {self.row_bytes} "
+                "bytes. Put rows as wide as the store was opened for."
             )
         self._compactor.raise_failure()
         with self._appender.lock:
@@ -180,7 +181,7 @@ class RowStore:
         return number
 
     def compact(self) -> bool:
-        """Compact stale segments once; return whether there was anything to do."""
+        """Rewrite segments with many outdated rows; return whether there were any."""
         self._raise_if_closed()
         return self._compactor.compact()
 

@@ -48,7 +48,7 @@ def row_sums(
 
 @dataclass(frozen=True)
 class Segment:
-    """A finished segment, mapped into memory."""
+    """A finished segment (a file of rows), mapped into memory."""
 
     path: pathlib.Path
     rows: UInt64[np.ndarray, "n words"]
@@ -93,7 +93,7 @@ class Segment:
         return cls(path, rows, ids, sums, total)
 
     def take(self, positions: Int64[np.ndarray, " n"]) -> UInt64[np.ndarray, "n words"]:
-        """Return copies of rows. Raises DamagedFile, naming the row, if one is damaged."""
+        """Return copies of the rows at these positions. Raises DamagedFile if one is damaged."""
         rows = self.rows.take(positions, axis=0)
         self._compare(rows, positions)
         return rows
@@ -139,12 +139,12 @@ class SegmentWriter:
 
     @property
     def ids(self) -> Int64[np.ndarray, " n"]:
-        """Ids of the rows so far."""
+        """Ids of the rows that have been appended so far, in order."""
         return self._ids[: self.num_rows]
 
     @property
     def room(self) -> int:
-        """Number of rows that may still be appended."""
+        """Number of rows that may still be appended to the segment."""
         return self.max_rows - self.num_rows
 
     def append(self, ids: Int64[np.ndarray, " n"], rows: UInt64[np.ndarray, "n words"]) -> None:
@@ -163,7 +163,7 @@ class SegmentWriter:
             self._allocated = upto
 
     def take(self, positions: Int64[np.ndarray, " n"]) -> UInt64[np.ndarray, "n words"]:
-        """Return copies of rows."""
+        """Return copies of the rows at these positions, which have been appended."""
         return self.rows.take(positions, axis=0)
 
     def finish(self) -> Segment:

@@ -96,7 +96,7 @@ def facts_of(command: Sequence[str]) -> dict[str, str]:
 
 
 def _digest(path: pathlib.Path) -> str:
-    """Return a digest of a file, or of all Python code in a folder."""
+    """Return a digest of a file's content, or of all Python files in a folder."""
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
         digest.update(f"{file.relative_to(path)}\0".encode() + file.read_bytes())
@@ -209,11 +209,11 @@ class HostWorkers:
         os.close(self._held)
 
     def __bool__(self) -> bool:
-        """Whether any worker runs."""
+        """Whether any worker process runs on this host."""
         return bool(self._running)
 
     def start(self, member: str) -> None:
-        """Start a worker, or have it wait for a slot."""
+        """Start a worker for this member, or note that it waits if all slots are taken."""
         free = set(range(self._part.slots)) - {slot for slot, _ in self._running.values()}
         if not free:  # a worker that was killed keeps its devices until it is gone
             self._waiting.append(member)
@@ -226,23 +226,23 @@ class HostWorkers:
         self._running[member] = slot, child
 
     def ended(self, member: str) -> Child | None:
-        """Forget a worker that has ended; return its process."""
+        """Forget the worker of this member, which has ended; return its process."""
         return self._running.pop(member, (0, None))[1]
 
     def start_waiting(self) -> None:
-        """Start the next worker that waits for a slot."""
+        """Start the worker that has waited longest for a slot, if any waits."""
         if self._waiting:
             self.start(self._waiting.pop(0))
 
     def kill(self, member: str) -> None:
-        """Kill a worker, or forget it if it still waits for a slot."""
+        """Kill the worker of this member, or forget it if it still waits for a slot."""
         if member in self._waiting:
             self._waiting.remove(member)
         if member in self._running:
             self._running[member][1].send(signal.SIGKILL)
 
     def send_all(self, signum: int) -> None:
-        """Send a signal to all workers."""
+        """Send this signal to all workers of the host."""
         for _, child in self._running.values():
             child.send(signum)
 
@@ -304,7 +304,7 @@ class HostWorkers:
 
 
 class Agent:
-    """One connection to a coordinator, and the workers that run during it."""
+    """One connection of a host's agent to a coordinator, and the workers that run while it lasts."""
 
     def __init__(
         self,
@@ -381,7 +381,7 @@ class Agent:
             self._finish(SAVED)
 
     def _leave(self, signum: int) -> None:
-        """Leave the job after the current step; on a second signal, at once."""
+        """Have this host's workers leave the job after the current step; on a second signal, at once."""
         if self._is_leaving:
             self._workers.send_all(signal.SIGKILL)
         else:
@@ -428,7 +428,7 @@ class Agent:
         self._send(ev.HostExamined(self._part.name, fitness.Check(failure=failure)))
 
     def _tell_of_failure(self) -> None:
-        """Repeat the last failure and the worker's last lines: most users read only the end of a log."""
+        """Print once more the last failure and the worker's last lines, as users read the end of a log."""
         if self._failed is None:
             return
         member, code, child = self._failed

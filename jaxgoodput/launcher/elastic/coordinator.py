@@ -72,12 +72,12 @@ class Coordinator:
 
     @property
     def address(self) -> str:
-        """Where agents and workers connect, as HOST:PORT."""
+        """The address that agents and workers connect to, as HOST:PORT."""
         return self._listener.address
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Hosts whose agents are connected."""
+        """The names of the hosts whose agents are connected."""
         return tuple(self._agents)
 
     def run(self, told: Callable[[], str | None]) -> int:
@@ -116,13 +116,13 @@ class Coordinator:
         self._calls.put(partial(self._end_job, ev.EndJob(code, why)))
 
     def lost(self, host: str, why: str) -> None:
-        """Report that the agent of a host has ended. Thread-safe."""
+        """Tell the coordinator that the agent of a host has ended. Thread-safe."""
         self._calls.put(partial(self._lose, host, why))
 
     # -- events ----------------------------------------------------------------------------------
 
     def _heard(self, message: Any) -> None:
-        """Take a message of an agent or a worker."""
+        """Act on a message that an agent or a worker has sent."""
         match message:
             case messages.Connected(generation):
                 # One worker returns from JAX's registration only after all others have registered.
@@ -174,7 +174,10 @@ class Coordinator:
         self._happen(ev.HostArrived(host))
 
     def _lose(self, host: str, why: str, channel: wire.Channel | None = None) -> None:
-        """Count a host as lost, unless it has another connection than `channel` by now."""
+        """Close the connection to a host, and treat its processes as ended.
+
+        Does nothing if `channel` is given but is no longer the connection to the host.
+        """
         _, known = self._agents.get(host, (None, None))
         if known is None or channel not in (None, known):
             if host not in self._ever_came and channel is None:
@@ -280,7 +283,7 @@ class Coordinator:
         self._tell_agent(host, messages.StartWorker(name))
 
     def _report_waiting(self) -> None:
-        """Say now and then why the job does not train."""
+        """While too few processes are ready to train, print from time to time how many are needed."""
         state, now_s = self._state, self._clock.now()
         since_s = max(self._reported_s, state.since_s)
         if state.stage is not Stage.GATHERING or now_s - since_s < _REPORT_EVERY_S:
@@ -345,7 +348,7 @@ class Coordinator:
         self._calls.put(partial(self._worker_lost, member, channel))
 
     def _refusal(self, hello: messages.AgentHello) -> str | None:
-        """Return why an agent cannot take part; None if it can."""
+        """Return why the agent that sent this first message cannot take part; None if it can."""
         known, _ = self._agents.get(hello.host, (None, None))
         if known is not None and known.instance != hello.instance:
             return f"there is an agent of the name {hello.host} already. Give each its own --name."
@@ -392,7 +395,7 @@ def _host_of(member: str) -> str:
 
 
 def _neighbour(ranks: Sequence[str], rank: int) -> str:
-    """Return the next process on another host, which keeps copies for this one; "" if there is none."""
+    """Return the name of the next process on another host, to keep copies for this one; "" if none."""
     following = (*ranks[rank + 1 :], *ranks[:rank])
     return next((name for name in following if _host_of(name) != _host_of(ranks[rank])), "")
 

@@ -13,19 +13,19 @@ from jaxgoodput.launcher.elastic.fitness import Check, HostDecision, Pace
 
 
 class JobEvent:
-    """Something that the coordinator hears."""
+    """Base class of events: what the coordinator hears, or notices by itself."""
 
 
 @dataclass(frozen=True)
 class HostArrived(JobEvent):
-    """An agent has connected, for the first time or again. Its processes start after the host's check."""
+    """Event: an agent has connected, for the first time or again. Its processes start after a check."""
 
     host: str
 
 
 @dataclass(frozen=True)
 class HostExamined(JobEvent):
-    """A host has finished its check."""
+    """Event: a host has finished its check of itself."""
 
     host: str
     check: Check
@@ -33,14 +33,14 @@ class HostExamined(JobEvent):
 
 @dataclass(frozen=True)
 class AgentLost(JobEvent):
-    """The connection to a host's agent has ended."""
+    """Event: the connection to a host's agent has ended."""
 
     host: str
 
 
 @dataclass(frozen=True)
 class ProcessJoined(JobEvent):
-    """A process is being started on a host."""
+    """Event: a process is being started on a host."""
 
     member: str
     host: str
@@ -48,7 +48,7 @@ class ProcessJoined(JobEvent):
 
 @dataclass(frozen=True)
 class Ready(JobEvent):
-    """A process waits for the next generation, and reports which state it holds in memory."""
+    """Event: a process waits for the next generation, and says which step's state it holds in memory."""
 
     member: str
     generation: int
@@ -66,7 +66,7 @@ class Ready(JobEvent):
 
 @dataclass(frozen=True)
 class SetUp(JobEvent):
-    """A process has the state that the generation resumes from, and can connect to the others."""
+    """Event: a process has the state that the generation resumes from, and can connect to the others."""
 
     member: str
     generation: int
@@ -74,7 +74,7 @@ class SetUp(JobEvent):
 
 @dataclass(frozen=True)
 class Beat(JobEvent):
-    """A heartbeat of a process that trains, with its last finished step."""
+    """Event: a heartbeat of a process that trains, with its last finished step."""
 
     member: str
     generation: int
@@ -85,14 +85,14 @@ class Beat(JobEvent):
 
 @dataclass(frozen=True)
 class ProcessDone(JobEvent):
-    """The run is complete in this process, and therefore in all of them."""
+    """Event: the run is complete in this process, and therefore in all of them."""
 
     member: str
 
 
 @dataclass(frozen=True)
 class ProcessExited(JobEvent):
-    """A process has ended with an exit code; -n means killed by signal n."""
+    """Event: a process has ended with an exit code; -n means killed by signal n."""
 
     member: str
     code: int
@@ -100,31 +100,31 @@ class ProcessExited(JobEvent):
 
 @dataclass(frozen=True)
 class Leave(JobEvent):
-    """A host is leaving the job: its processes are to end after their current step, and the others go on."""
+    """Event: a host leaves the job. Its processes are to end after their step, and the others go on."""
 
     host: str
 
 
 @dataclass(frozen=True)
 class Stop(JobEvent):
-    """The whole job was told to save and stop."""
+    """Event: the whole job was told to save and stop."""
 
 
 @dataclass(frozen=True)
 class Tick(JobEvent):
-    """Time has passed without another event."""
+    """Event: time has passed, but nothing else has happened."""
 
 
 # -- actions -----------------------------------------------------------------------------------------
 
 
 class Action:
-    """Something that the coordinator does."""
+    """Base class of actions: what the coordinator does about an event."""
 
 
 @dataclass(frozen=True)
 class EndGeneration(Action):
-    """Ask these processes to leave the generation after their current step."""
+    """Action: ask these processes to leave the generation after their current step."""
 
     members: tuple[str, ...]
     generation: int
@@ -132,7 +132,7 @@ class EndGeneration(Action):
 
 @dataclass(frozen=True)
 class Form(Action):
-    """Give these processes their ranks in the next generation, and name the state that it resumes from."""
+    """Action: tell these processes their ranks in the next generation, and which state it resumes from."""
 
     generation: int
     ranks: tuple[str, ...]
@@ -145,14 +145,14 @@ class Form(Action):
 
 @dataclass(frozen=True)
 class Go(Action):
-    """Let all ranks of the generation connect to each other."""
+    """Action: tell all processes of the generation to connect to each other."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class Again(Action):
-    """Tell these processes that the generation which they prepared for is cancelled; they wait anew."""
+    """Action: tell these processes that the generation they prepared for is cancelled; they wait anew."""
 
     generation: int
     members: tuple[str, ...]
@@ -160,7 +160,7 @@ class Again(Action):
 
 @dataclass(frozen=True)
 class Kill(Action):
-    """Kill a process that does not answer."""
+    """Action: kill a process that does not answer."""
 
     member: str
     why: str
@@ -168,7 +168,7 @@ class Kill(Action):
 
 @dataclass(frozen=True)
 class StartProcess(Action):
-    """Start a replacement for a failed process."""
+    """Action: start a process in place of one that failed."""
 
     host: str
     after_s: float
@@ -176,21 +176,21 @@ class StartProcess(Action):
 
 @dataclass(frozen=True)
 class Examine(Action):
-    """Have a host check itself."""
+    """Action: have a host check itself, before any of its processes is started."""
 
     host: str
 
 
 @dataclass(frozen=True)
 class Admit(Action):
-    """Start all processes of a host."""
+    """Action: let a host take part, by starting all of its processes."""
 
     host: str
 
 
 @dataclass(frozen=True)
 class Refuse(Action):
-    """Tell a host that it cannot take part."""
+    """Action: tell a host that it cannot take part, and why."""
 
     host: str
     why: str
@@ -198,21 +198,21 @@ class Refuse(Action):
 
 @dataclass(frozen=True)
 class Tell(Action):
-    """Print what was decided about a host."""
+    """Action: print a decision about a host."""
 
     decision: HostDecision
 
 
 @dataclass(frozen=True)
 class Release(Action):
-    """Tell these processes that they are no longer needed; each then exits by itself."""
+    """Action: tell these processes that they are no longer needed; each then exits by itself."""
 
     members: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Save(Action):
-    """Have the first of these processes collect the parts from all of them, write a checkpoint and exit."""
+    """Action: have the first of these processes collect the state from all, write a checkpoint and exit."""
 
     members: tuple[str, ...]
     holds: int
@@ -221,7 +221,7 @@ class Save(Action):
 
 @dataclass(frozen=True)
 class EndJob(Action):
-    """End the job with this exit code."""
+    """Action: end the job with this exit code."""
 
     code: int
     why: str

@@ -13,7 +13,7 @@ from jaxgoodput.launcher.elastic.state import Host, KnownProcess, Stage, Turn
 
 
 def arrive(turn: Turn, event: ev.HostArrived) -> None:
-    """Have a host checked, unless it is left out and its time is not over."""
+    """Have a host that has connected checked, unless it is excluded for a time that is not over."""
     host, is_left_out = event.host, turn.state.is_left_out(event.host)
     turn.change(leaving=turn.state.leaving - {host})
     turn.change_host(host, is_here=True, is_asked=not is_left_out)
@@ -22,13 +22,13 @@ def arrive(turn: Turn, event: ev.HostArrived) -> None:
 
 
 def lose_agent(turn: Turn, event: ev.AgentLost) -> None:
-    """Remember that a host's agent is gone."""
+    """Note that a host's agent is gone, and that the host is not being asked for a check any more."""
     if event.host in turn.state.hosts:
         turn.change_host(event.host, is_here=False, is_asked=False)
 
 
 def examined(turn: Turn, event: ev.HostExamined) -> None:
-    """Let a host take part if it has passed its check, or if the others are too few without it."""
+    """Refuse a host whose check failed; let it take part if it is fast enough or needed, else exclude it."""
     host, check = event.host, event.check
     known = turn.state.hosts.get(host)
     if known is None or not known.is_asked:
@@ -57,7 +57,7 @@ def _checks_of_others(turn: Turn, host: str) -> list[fitness.Check]:
 
 
 def compare(turn: Turn) -> None:
-    """Leave out a host that holds the others up, once all processes have reported their speed."""
+    """Exclude a host that slows the others down, once all processes have reported their speed."""
     state, factor = turn.state, turn.state.limits.exclude_slow
     here = {name: state.members[name] for name in state.present_ranks}
     paces = {name: member.pace for name, member in here.items() if member.pace is not None}
@@ -88,7 +88,7 @@ def compare(turn: Turn) -> None:
 def _share_saved(
     turn: Turn, name: str, here: Mapping[str, KnownProcess], paces: Mapping[str, Pace]
 ) -> float | None:
-    """Return the share of a step that leaving out this process's host saves; None if it should stay."""
+    """Return the share of a step's time that is saved without this process's host; None if it should stay."""
     limits = turn.state.limits
     gone = {other for other, member in here.items() if member.host == here[name].host}
     count = limits.usable(len(here) - len(gone), here[name].share)
@@ -99,7 +99,7 @@ def _share_saved(
 
 
 def check_again(turn: Turn) -> None:
-    """Check the hosts whose exclusion is over, and all excluded hosts if the others are too few."""
+    """Check hosts whose time of exclusion is over; all excluded ones if too few processes are left."""
     if turn.state.stage is Stage.OVER:
         return
     for host, known in turn.state.hosts.items():
@@ -124,7 +124,7 @@ def _reconsider(turn: Turn, host: str, until_s: float) -> None:
 
 
 def _leave_out(turn: Turn, host: str, why: str, numbers: Mapping[str, float]) -> None:
-    """Have the processes of a host leave, and start none on it for a while."""
+    """Exclude a host: have its processes leave, and start none on it for a while."""
     before = turn.state.hosts.get(host, Host()).num_exclusions
     seconds = turn.state.limits.exclude_s * 2.0 ** min(before, 16)
     turn.change_host(host, num_exclusions=before + 1, until_s=turn.now_s + seconds)

@@ -37,7 +37,7 @@ _MOST_PEERS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Result of a host's check."""
+    """The results of a host's check of itself: how fast it computes and communicates, or why it cannot."""
 
     product_s: float = 0.0
     """Time of the fastest matrix product. Other work on the host can only add to it."""
@@ -121,7 +121,7 @@ def require_right(product: np.ndarray, wanted: np.ndarray) -> None:
 
 
 def _to_coordinator(address: str, secret: str, clock: Clock) -> tuple[float, float]:
-    """Return the seconds of a round trip to the coordinator, and of a megabyte sent to it."""
+    """Return the seconds of a message to the coordinator and back, and of sending it a megabyte."""
     with contextlib.closing(wire.connect(address, secret, timeout_s=_ANSWER_S)) as channel:
         channel.be_patient(_ANSWER_S)
         channel.send({"type": "probe"})
@@ -143,20 +143,22 @@ def _to_coordinator(address: str, secret: str, clock: Clock) -> tuple[float, flo
 
 
 def _from_peer(address: str, secret: str, clock: Clock) -> float:
-    """Return the seconds of a megabyte from a process that serves its state."""
+    """Return how many seconds it took to fetch each megabyte from the training process at `address`."""
     with contextlib.closing(wire.connect(address, secret, timeout_s=_ANSWER_S)) as channel:
         channel.be_patient(_ANSWER_S)
         began_s = clock.now()
         channel.send({"type": "probe"})
         message = channel.receive()
         if message is None:
-            raise ConnectionError(f"no answer within {_ANSWER_S:g} s")
+            raise ConnectionError(
+                f"it did not answer a probe of the network within {_ANSWER_S:g} s"
+            )
         channel.receive_bytes(message)
         return (clock.now() - began_s) / (_NUM_BYTES / 1e6)
 
 
 def answer(channel: wire.Channel) -> None:
-    """Answer another host's probe as the coordinator, until its connection ends."""
+    """Answer, on the coordinator, the messages by which a host measures its connection, until it ends."""
     # If the connection breaks, the other host's own check reports it.
     with contextlib.closing(channel), contextlib.suppress(OSError):
         while (message := channel.receive()) is not None:
@@ -166,7 +168,10 @@ def answer(channel: wire.Channel) -> None:
 
 
 def give(channel: wire.Channel) -> None:
-    """Answer another host's probe as a training process. Raises OSError if the connection has ended."""
+    """Send another host, which measures its connection, what it asks for; this is a training process.
+
+    Raises OSError if the connection has ended.
+    """
     channel.send({"type": "probe"}, bytes(_NUM_BYTES))
 
 
@@ -271,7 +276,7 @@ def saved(paces: Mapping[str, Pace], without: Collection[str], count: int) -> fl
 
 
 def _own_s(samples_s: Sequence[float], kind: Pace) -> float:
-    """Return the seconds until the last of these processes has finished its part of a batch."""
+    """Return the seconds after which the last of these processes has finished its own part of a batch."""
     if not kind.is_leased:
         return max(samples_s) * kind.whole / len(samples_s)
     # Simulate the leases: the process that is free first takes the next part.

@@ -50,7 +50,9 @@ class LocalAgents:
                 )
             except OSError as error:
                 self.close()
-                raise UsageError(f"the agent of {name} cannot be started: {error}") from None
+                raise UsageError(
+                    f"the agent of {name} cannot be started: {error}. Check that this program exists here."
+                ) from None
             self._children[name] = child
             assert child.stdin is not None
             with contextlib.suppress(OSError):  # it has ended already, which its watcher reports
@@ -70,7 +72,7 @@ class LocalAgents:
             on_end(name, code)
 
     def close(self) -> None:
-        """Wait for all agents to end, and kill any that do not."""
+        """Wait for all agents to end, and kill the ones that do not end in time."""
         self._is_closing = True
         for child in self._children.values():
             try:

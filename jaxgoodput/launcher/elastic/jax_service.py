@@ -13,7 +13,7 @@ from jaxgoodput.launcher.supervise import say
 
 
 class JaxService:
-    """The coordination service of the current generation."""
+    """JAX's coordination service for the generation of processes that trains now."""
 
     def __init__(self, host: str):
         self.has_connected = True
@@ -27,7 +27,7 @@ class JaxService:
         )
 
     def begin(self, count: int) -> str:
-        """Serve a generation of `count` processes; return the address, or "" for a single process.
+        """Start a service for a generation of `count` processes; return its address, "" if count is 1.
 
         All processes have left the generation before, so its service is not used any more.
         """
@@ -60,7 +60,7 @@ class JaxService:
         )
 
     def close(self) -> None:
-        """End the service and its stand-ins."""
+        """End the service, and the processes that stand in for workers."""
         self._dismiss_stand_ins()
         if self._service is not None:
             self._service.shutdown()

@@ -125,7 +125,7 @@ def _checked(command: Sequence[str], job: Job) -> tuple[Limits, str]:
 
 
 class NamedHosts:
-    """The hosts whose agents this process has started, if no other host knows where to connect.
+    """Watches the hosts whose agents this process has started, if no other host can join.
 
     An agent that has ended does not come back. If fewer than `least` are left, the job would wait for ever.
     """
@@ -139,12 +139,12 @@ class NamedHosts:
         self._is_said = False
 
     def ended(self, name: str, code: int) -> None:
-        """Report that an agent has ended. Thread-safe."""
+        """Tell the coordinator that the agent of host `name` ended with an exit code. Thread-safe."""
         self._coordinator.lost(name, f"its agent has ended with exit code {code}")
         self._codes[name] = code
 
     def look(self) -> str | None:
-        """End the job if it cannot go on; return "SIGTERM" if its state in memory is to be saved first."""
+        """End the job if too few hosts are left; return "SIGTERM" if it is to save its state before."""
         codes = dict(self._codes)
         here = set(self._coordinator.hosts)
         self._could_train |= len(here) >= self._least

@@ -88,7 +88,7 @@ class JobMembership:
 
     @property
     def num_others(self) -> int:
-        """Number of processes that train already, and should wait as little as possible for this one."""
+        """Number of processes that train already, and that must not wait long for this one."""
         return self._welcome.num_training
 
     def on_regroup(self, ask: Callable[[], None]) -> None:
@@ -109,7 +109,7 @@ class JobMembership:
         self._pace.add(own)
 
     def keep(self, kept: RunSnapshot) -> None:
-        """Keep a copy of this state here and, in the background, on a process of another host."""
+        """Keep a copy of this process's state in its memory and, if it can, on a process of another host."""
         assert self._place is not None and self._assignment is not None
         self._server.keep(self._place, kept.step, kept.to_bytes())
         neighbour_at = self._assignment.neighbour_at
@@ -198,7 +198,7 @@ class JobMembership:
         )
 
     def _begin(self, go: messages.Connect, formed: messages.Assignment, place: int) -> None:
-        """Connect JAX to the processes of the generation."""
+        """Join the generation with this assignment: connect JAX to the other processes, if there are any."""
         self._server.offer(None, None)  # all processes have the state now
         self._place, self._assignment = place, formed
         self._server.begin(self._generation, formed.holds)
@@ -209,30 +209,32 @@ class JobMembership:
     def _fetch(
         self, kept: RunSnapshot | None, place: int, formed: messages.Assignment
     ) -> RunSnapshot | None:
-        """Return this place's part of the state that all resume from; None if there is no such state."""
+        """Return part number `place` of the state that all resume from; None if there is no such state."""
         if formed.state_at is None:
             return None
         return self._part(kept, place, formed.holds, formed.state_at)
 
     def _keep_other_place(self, kept: RunSnapshot | None, place: int) -> None:
-        """Keep the part of another place that this process has held: it may be the only one left."""
+        """Keep a copy of the part of the state that this process has held until now, if it gets another."""
         if kept is not None and self._place is not None and self._place != place:
             self._server.keep(self._place, kept.step, kept.to_bytes())
 
     def _part(
         self, kept: RunSnapshot | None, place: int, step: int, address: str | None
     ) -> RunSnapshot:
-        """Return the part of a place after a step: this process's own, a copy, or another worker's."""
+        """Return part number `place` of the state after a step: this process's, a copy, or another's."""
         if kept is not None and kept.step == step and place == self._place:
             return kept
         if address == self._server.address:
             return RunSnapshot.from_bytes(self._server.part(place, step))
         if address is None:
-            raise ConnectionError("the process that holds a part of the state has gone")
+            raise ConnectionError(
+                f"no process is left that holds part {place} of the state after step {step}"
+            )
         return fetch(address, self._secret, place, step)
 
     def _whole(self, kept: RunSnapshot, asked: messages.SaveParts) -> RunSnapshot:
-        """Return the whole state after a step, from the parts that this process and others hold."""
+        """Return the whole state after a step, put together from parts that this and other processes hold."""
         first, *others = [
             self._part(kept, place, asked.holds, address)
             for place, address in enumerate(asked.parts_at)
@@ -242,7 +244,10 @@ class JobMembership:
         return first
 
     def _await(self, *kinds: type, kept: RunSnapshot | None) -> Any:
-        """Wait for one of these messages. An `Again` that comes too late is ignored."""
+        """Wait for a message of one of these types and return it; messages that come too late are skipped.
+
+        Raises ReleasedExit, SaveHere or ConnectionError if this process is to end instead.
+        """
         while True:
             message = self._answers.get()
             if isinstance(message, kinds):
@@ -265,7 +270,11 @@ class JobMembership:
                 told = {"type": "copy", "generation": generation, "place": place, "step": step}
                 channel.send(told, self._server.part(place, step))
         except OSError as error:
-            logging.warning("step %d was not copied to another host: %s", step, error)
+            logging.warning(
+                "the state after step %d was not copied to another host, so it is lost if this one fails: %s",
+                step,
+                error,
+            )
 
     def _tell(self, message: Any) -> None:
         try:
@@ -276,7 +285,11 @@ class JobMembership:
     def _listen(self, worker: Worker) -> None:
         try:
             for message in messages.received(
-                self._channel, messages.TO_WORKERS, lambda error: logging.error("%s", error)
+                self._channel,
+                messages.TO_WORKERS,
+                lambda error: logging.error(
+                    "an invalid message ends the connection to the coordinator: %s", error
+                ),
             ):
                 self._heard(message)
         finally:
@@ -304,12 +317,12 @@ class _PaceMeter:
         self._steps: list[tuple[float, OwnPart]] = []  # when each was added
 
     def clear(self) -> None:
-        """Forget all steps."""
+        """Forget the times of all steps."""
         with self._lock:
             self._steps.clear()
 
     def add(self, own: OwnPart) -> None:
-        """Add a step. Steps of another kind of batch are forgotten."""
+        """Add the times of a step. Earlier steps with another kind of batch are forgotten."""
         with self._lock:
             if self._steps and _kind(self._steps[-1][1]) != _kind(own):
                 self._steps.clear()
@@ -361,23 +374,23 @@ class StateServer:
 
     @property
     def copies(self) -> tuple[tuple[int, int], ...]:
-        """Place and step of each complete copy."""
+        """(Number of the part of the state, step) of each complete copy that is kept for another process."""
         with self._lock:
             return tuple(sorted(self._copies))
 
     def offer(self, kept: RunSnapshot | None, place: int | None) -> None:
-        """Serve this state from now on."""
+        """Send this state to processes that ask for it from now on; None: send none."""
         with self._lock:
             self._kept, self._place, self._bytes = kept, place, None
 
     def begin(self, generation: int, step: int) -> None:
-        """Resume from this step. Copies of later steps are dropped, since those steps are done again."""
+        """Note that training resumes from this step, and drop copies of later steps, which are done again."""
         with self._lock:
             self._generation = generation
             self._copies = {key: data for key, data in self._copies.items() if key[1] <= step}
 
     def keep(self, place: int, step: int, data: bytes, generation: int | None = None) -> None:
-        """Keep a copy, unless it is from a generation that is over."""
+        """Keep a copy of part `place` of the state, the two newest of each; none of an earlier generation."""
         with self._lock:
             if generation not in (None, self._generation):
                 return
@@ -387,7 +400,7 @@ class StateServer:
                 del self._copies[place, old]
 
     def part(self, place: int, step: int) -> bytes:
-        """Return the part of a place after a step, or b"" if this process does not hold it."""
+        """Return part number `place` of the state after a step, b"" if this process does not hold it."""
         with self._lock:
             if (place, step) in self._copies:
                 return self._copies[place, step]
@@ -410,12 +423,14 @@ class StateServer:
 
 
 def fetch(address: str, secret: str, place: int, step: int) -> RunSnapshot:
-    """Fetch a part of the state from another worker. Raises OSError if it has gone, or has no such part."""
+    """Fetch part number `place` of the state from another worker. Raises OSError if it does not have it."""
     with contextlib.closing(wire.connect(address, secret, timeout_s=_FETCH_S)) as channel:
         channel.be_patient(_FETCH_S)
         channel.send({"type": "fetch", "place": place, "step": step})
         message = channel.receive()
         data = b"" if message is None else channel.receive_bytes(message)
     if not data:
-        raise ConnectionError(f"the process at {address} has no state after step {step}")
+        raise ConnectionError(
+            f"the process at {address} does not hold part {place} of the state after step {step} any more"
+        )
     return RunSnapshot.from_bytes(data)

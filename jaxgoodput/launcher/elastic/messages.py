@@ -16,7 +16,7 @@ from jaxgoodput.launcher.elastic.fitness import HostDecision
 
 @dataclass(frozen=True)
 class AgentHello:
-    """First message of an agent."""
+    """The first message that an agent sends to the coordinator."""
 
     host: str
     slots: int
@@ -29,45 +29,45 @@ class AgentHello:
 
 @dataclass(frozen=True)
 class WorkerHello:
-    """First message of a worker."""
+    """The first message that a worker sends to the coordinator."""
 
     member: str
 
 
 @dataclass(frozen=True)
 class Connected:
-    """A worker has connected to all others of its generation through JAX's coordination service."""
+    """Message of a worker: JAX's coordination service has connected it to its whole generation."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """The coordinator has accepted an agent."""
+    """Message to an agent: the coordinator has accepted it."""
 
 
 @dataclass(frozen=True)
 class CheckHost:
-    """The agent is to check its host, also against some training processes at these addresses."""
+    """Message to an agent: it is to check its host, also against training processes at these addresses."""
 
     peers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class StartWorker:
-    """The agent is to start a worker."""
+    """Message to an agent: it is to start a worker."""
 
     member: str
 
 
 @dataclass(frozen=True)
 class StopWorkers:
-    """The agent is to send SIGTERM to its workers, which then save and stop."""
+    """Message to an agent: it is to send SIGTERM to its workers, which then save and stop."""
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """The coordinator's answer to a worker."""
+    """Message to a worker: the coordinator's answer to its `WorkerHello`."""
 
     num_training: int
     """Number of processes that train already."""
@@ -76,7 +76,7 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A worker's rank in the generation that forms, and the state that it starts from."""
+    """Message to a worker: its rank in the generation that forms, and the state that it starts from."""
 
     generation: int
     rank: int
@@ -94,7 +94,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Connect:
-    """The generation begins: connect to JAX's coordination service, unless this is the only process."""
+    """Message to workers: the generation begins, so connect to JAX's service, unless you are alone."""
 
     generation: int
     service: str
@@ -103,7 +103,7 @@ class Connect:
 
 @dataclass(frozen=True)
 class SaveParts:
-    """The worker is to collect the state after a step from these addresses, by place, and save it."""
+    """Message to a worker: collect the parts of the state after a step from these addresses, and save it."""
 
     parts_at: tuple[str | None, ...]
     holds: int
@@ -117,7 +117,7 @@ TO_WORKERS = (Welcome, Assignment, Connect, ev.Again, ev.EndGeneration, ev.Relea
 
 
 def encoded(message: Any) -> dict[str, Any]:
-    """Return a message as `Channel.send` takes it."""
+    """Return a message as the dictionary that `Channel.send` takes."""
     return {"type": type(message).__name__} | encode(message)
 
 
@@ -132,7 +132,9 @@ def decoded(body: Mapping[str, Any], kinds: tuple[type, ...]) -> Any:
     for kind in kinds:
         if kind.__name__ == name:
             return decode(fields, kind, kind.__name__)
-    raise ValueError(f"a message of type {name!r} is not expected here")
+    raise ValueError(
+        f"a message of type {name!r} is not expected here; do all hosts run the same jaxgoodput?"
+    )
 
 
 def received(

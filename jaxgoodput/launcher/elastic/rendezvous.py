@@ -186,7 +186,7 @@ _HANDLERS: Mapping[type[ev.JobEvent], Callable] = {
 
 
 def _give_up_killed(turn: Turn) -> None:
-    """Count a killed process as ended if its agent does not confirm the kill."""
+    """Treat a process that was killed as ended, if its agent has not confirmed the kill in time."""
     for name, member in turn.state.members.items():
         if member.killed_s is not None:
             if turn.now_s - member.killed_s >= turn.state.limits.farewell_s:
@@ -208,7 +208,7 @@ def _kill_slow_starters(turn: Turn) -> None:
 
 
 def _kill_silent(turn: Turn) -> None:
-    """Kill processes of the generation that send no heartbeat, or do not come back."""
+    """Kill processes that send no heartbeat for too long, or do not come back after their generation."""
     state, limits = turn.state, turn.state.limits
     if state.stage is Stage.OVER:
         return
@@ -231,7 +231,7 @@ def _kill(turn: Turn, name: str, why: str) -> None:
 
 
 def _release(turn: Turn) -> None:
-    """Release waiting processes that are to leave or, once the run is over, all that wait.
+    """Release waiting processes that leave the job or, once the run is over, all that wait.
 
     If the job was told to stop and no process trains any more, also choose who saves.
     """
@@ -247,7 +247,7 @@ def _release(turn: Turn) -> None:
 
 
 def _may_go(state: Rendezvous, name: str) -> bool:
-    """Return whether a process is not needed, neither to train nor for the state that it holds."""
+    """Return whether a process may be released: needed neither to train nor for the state that it holds."""
     member = state.members[name]
     if not member.waits:
         return False
@@ -266,7 +266,7 @@ def _may_go_at_the_end(state: Rendezvous, name: str) -> bool:
 
 
 def _newest_staying(state: Rendezvous, place: int | None) -> int:
-    """Return the newest step of this place's part that a process holds which stays; -1 if there is none."""
+    """Return the newest step of which a process that stays holds part number `place`; -1 if none does."""
     held = (state.members[name] for name in state.waiting)
     return max((m.held_step for m in held if m.place == place), default=-1)
 
@@ -279,7 +279,7 @@ def _has_training(state: Rendezvous) -> bool:
 
 
 def _choose_savers(turn: Turn, free: tuple[str, ...]) -> tuple[str, ...]:
-    """Have the newest complete state saved; return the processes that are not needed for that."""
+    """Choose processes to save the newest complete state; return the others, which are not needed."""
     savers, held_step = turn.state.newest_held(free)
     if savers:
         turn.change(savers=savers)
@@ -291,7 +291,7 @@ def _choose_savers(turn: Turn, free: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _proceed(turn: Turn) -> None:
-    """End, form or begin a generation when it is time."""
+    """End the generation, form the next or begin it, whichever is due now."""
     match turn.state.stage:
         case Stage.TRAINING:
             _regroup_if_needed(turn)
@@ -322,7 +322,7 @@ def _form_if_possible(turn: Turn) -> None:
             return
 
     def order(name: str) -> tuple[int, float]:
-        """Ranks of the last generation come first, in their order; others as they became ready."""
+        """Return the sort key of a process: by its last rank, or else by when it became ready."""
         last = state.ranks.index(name) if name in state.ranks else len(state.ranks)
         return last, state.members[name].waits_since_s
 
@@ -338,13 +338,13 @@ def _form_if_possible(turn: Turn) -> None:
 
 
 def _some_start(state: Rendezvous) -> bool:
-    """Return whether more processes will probably be ready soon."""
+    """Return whether processes are starting, or hosts are being checked, that may be ready soon."""
     starting = any(not m.waits and not m.leaves for m in state.members.values())
     return starting or any(host.is_asked for host in state.hosts.values())
 
 
 def _placed(state: Rendezvous, names: Sequence[str], count: int) -> tuple[str, ...]:
-    """Rank `count` of these processes. A process keeps its place in a group if that place is free."""
+    """Choose and order `count` processes; each keeps its number in a group of processes if it is free."""
     size = state.limits.group_size
     ranks: list[str | None] = [None] * count
     others = []
@@ -403,7 +403,7 @@ def _end_job(turn: Turn) -> None:
 
 
 def _can_recover(state: Rendezvous) -> bool:
-    """Return whether enough processes live, or a host that is left out may bring more."""
+    """Return whether enough processes live to train, or an excluded host may bring more."""
     living = sum(not member.leaves for member in state.members.values())
     spare = any(host.is_here and host.until_s is not None for host in state.hosts.values())
     return living >= state.limits.needed or spare

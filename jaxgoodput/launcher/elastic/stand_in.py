@@ -18,7 +18,10 @@ LIVES_S = 120.0
 
 
 def main() -> None:
-    """Stand in for the worker that the command line names."""
+    """Connect to JAX's coordination service in place of the worker that the command line names.
+
+    The rest of the generation can then connect although that worker is gone.
+    """
     address, num_processes, process_id = sys.argv[1:]
     _jax.quiet_runtime_log()
     _jax.connect(address, int(num_processes), int(process_id))

@@ -89,7 +89,7 @@ class Limits:
 
 
 class Stage(enum.Enum):
-    """What the job is doing."""
+    """What the job does: it gathers processes, forms a generation of them, trains, or is over."""
 
     GATHERING = "gathering"  # waiting for processes to come back, or for more to come
     FORMING = "forming"  # ranks are assigned, and processes fetch the state
@@ -99,7 +99,7 @@ class Stage(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class KnownProcess:
-    """What the coordinator knows of one process."""
+    """What the coordinator knows of one process of the job."""
 
     host: str
     joined_s: float
@@ -129,12 +129,12 @@ class KnownProcess:
 
     @property
     def waits(self) -> bool:
-        """Whether it can be part of the next generation."""
+        """Whether the process waits, and can be part of the next generation."""
         return self.holds is not None and self.killed_s is None and not self.is_released
 
     @property
     def held_step(self) -> int:
-        """The step of the state that it waits with; -1 if there is none."""
+        """The step of the training state that the waiting process holds; -1 if it holds none."""
         return -1 if self.holds is None else self.holds
 
 
@@ -191,7 +191,7 @@ class Rendezvous:
 
     @property
     def outstanding(self) -> tuple[str, ...]:
-        """Ranks that are not back yet or, while a generation forms, do not have the state yet."""
+        """Processes of the generation that are waited for: they train, or fetch the state of a new one."""
         is_forming = self.stage is Stage.FORMING
 
         def lacks(member: KnownProcess) -> bool:
@@ -205,7 +205,7 @@ class Rendezvous:
 
     @property
     def present_ranks(self) -> tuple[str, ...]:
-        """Ranks of the newest generation whose processes have not ended."""
+        """Names of the newest generation's processes that have not ended, in the order of ranks."""
         return tuple(name for name in self.ranks if name in self.members)
 
     @property
@@ -215,7 +215,7 @@ class Rendezvous:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether the processes that stay hold all of the state, and can train or wait for others."""
+        """Whether the processes that do not leave hold all parts of the state, and are enough or can wait."""
         staying = sum(not member.leaves for member in self.members.values())
         if self.limits.group_size == 1:
             return staying > 0  # each process has the whole state
@@ -232,9 +232,9 @@ class Rendezvous:
         return self.limits.usable(len(others), share) > 0
 
     def newest_held(self, names: Sequence[str]) -> tuple[tuple[str, ...], int]:
-        """Find the newest state of which these processes together hold every place.
+        """Find the newest state of which these processes together hold every part.
 
-        Returns the holder of each place and the step; ((), -1) if no state is complete. Earlier names are
+        Returns the holder of each part and the step; ((), -1) if no state is complete. Earlier names are
         preferred, and a process's own state is preferred to a copy of it.
         """
         places = range(self.limits.group_size)
@@ -253,7 +253,7 @@ class Rendezvous:
 
 
 class Turn:
-    """The changes and actions that follow from one event."""
+    """What follows from one event: the new state of the job, and actions for the coordinator."""
 
     def __init__(self, state: Rendezvous, now_s: float):
         self.state = state
@@ -261,43 +261,43 @@ class Turn:
         self.actions: list[ev.Action] = []
 
     def act(self, action: ev.Action) -> None:
-        """Add an action for the coordinator."""
+        """Add an action that the coordinator is to carry out."""
         self.actions.append(action)
 
     def change(self, **fields) -> None:
-        """Replace fields of the job."""
+        """Replace these fields of the job's state."""
         self.state = dataclasses.replace(self.state, **fields)
 
     def put_process(self, name: str, member: KnownProcess) -> None:
-        """Add or replace a process."""
+        """Add a process to the job's state, or replace what is known of it."""
         self.change(members={**self.state.members, name: member})
 
     def change_process(self, name: str, **fields) -> None:
-        """Replace fields of a process."""
+        """Replace these fields of what is known of a process."""
         self.put_process(name, dataclasses.replace(self.state.members[name], **fields))
 
     def change_host(self, host: str, **fields) -> None:
-        """Replace fields of a host, which is added if it is new."""
+        """Replace these fields of what is known of a host, which is added if it is new."""
         known = dataclasses.replace(self.state.hosts.get(host, Host()), **fields)
         self.change(hosts={**self.state.hosts, host: known})
 
     def dismiss(self, host: str) -> None:
-        """Have all processes of a host leave."""
+        """Mark all processes of a host as leaving: they take part in no further generation."""
         for name, member in self.state.members.items():
             if member.host == host:
                 self.change_process(name, leaves=True)
 
     def enter(self, stage: Stage, **fields) -> None:
-        """Begin another stage."""
+        """Begin another stage now; also replace these fields of the job's state."""
         self.change(stage=stage, since_s=self.now_s, **fields)
 
     def gather(self) -> None:
-        """End the generation: all its processes come back."""
+        """End the generation that trains: its processes are asked to come back and wait for the next one."""
         self.enter(Stage.GATHERING)
         self.act(ev.EndGeneration(self.state.outstanding, self.state.generation))
 
     def cancel_forming(self, but: Iterable[str] = ()) -> None:
-        """Cancel the generation that forms; its processes wait anew, except `but`, which do already."""
+        """Cancel the generation that forms: its processes wait anew; the ones in `but` do so already."""
         others = tuple(name for name in self.state.present_ranks if name not in but)
         for name in others:
             self.change_process(name, holds=None, is_set=False)
@@ -305,12 +305,12 @@ class Turn:
         self.act(ev.Again(self.state.generation, others))
 
     def end_run(self) -> None:
-        """Take in no process any more, and release the ones that wait. Earlier failures no longer count."""
+        """Note that the run is over: no process may join, and those that wait are released."""
         if self.state.stage is not Stage.OVER:
             self.enter(Stage.OVER, code=DONE)
 
     def announce(self, decision: HostDecision) -> None:
-        """Print a decision about a host, and report it to the next generation."""
+        """Have a decision about a host printed, and passed to the hooks of the next generation."""
         # A faulty host may come and be refused for days; keep the newest decisions only.
         self.change(news=(*self.state.news, decision)[-_MOST_NEWS:])
         self.act(ev.Tell(decision))

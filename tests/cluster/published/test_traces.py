@@ -135,7 +135,11 @@ def test_applications_are_read_from_the_folders_that_have_the_kinds(tmp_path):
         ("placements.csv", STEPS.split("\n")[0], "no measurement below the header"),
         ("placements.csv", STEPS + "²,8,1,0.1\n", "line 4, column 'placement'"),
         ("placements.csv", STEPS + "2,8,1e999,0\n", "line 4, column 'step_time'"),
-        ("placements.csv", STEPS + "2" * 200_000, "line 4: field larger"),
+        (
+            "placements.csv",
+            STEPS + "2" * 200_000,
+            "line 4: this is no line of a CSV file: field larger",
+        ),
         ("validation-8.csv", RUN + "0,30,0,1,2\n", "line 4, column 'progress': .* above 20"),
         ("validation-8.csv", RUN + "30,20,0,1,2\n", "line 4, column 'iteration': .* above 20"),
         ("validation-8.csv", RUN + "30,30,0,0,0\n", "line 4, column 'grad_var': .* above 0"),

@@ -31,7 +31,7 @@ class FirstInFirstOut:
     packing_threshold: float = 1.5
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Return fractions of time for every job of the problem."""
+        """Return the fraction of its time that every job runs on each kind of device."""
         alone, together = problem.nothing()
         queue, reasons = self._run_in_order(problem, alone)
         while queue and (found := self._partner(problem, queue[0], alone)) is not None:
@@ -46,7 +46,7 @@ class FirstInFirstOut:
         return Fractions(alone=alone, together=together, reasons=reasons, fills=False)
 
     def _run_in_order(self, problem, alone):
-        """Run the jobs that have room, in `alone`; return the others in order, and remarks by job id."""
+        """Note in `alone` which jobs have room to run, in order; return the others, and remarks by job id."""
         free = problem.capacity.copy()
         queue = [i for i in _by_arrival(problem) if problem.runnable[i]]
         if self.kinds == "any":
@@ -69,7 +69,7 @@ class FirstInFirstOut:
         return queue, reasons
 
     def _partner(self, problem, i, alone):
-        """Find the pair, partner and kind of greatest combined speed; None if none is good enough."""
+        """Find the (pair, job, kind) with which job i shares devices best, by combined speed; or None."""
         best, best_speed = None, self.packing_threshold
         speeds = combined_speed(problem)
         for k, pair in enumerate(problem.pairs):
@@ -110,7 +110,7 @@ class AlloX:
     oldest_fraction: float = 1.0
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Return fractions of time for every job of the problem."""
+        """Return the fraction of its time that every job runs on each kind of device."""
         alone, together = problem.nothing()
         gangs = np.flatnonzero(problem.scale_factor > 1)
         reasons = {
@@ -166,7 +166,7 @@ class GandivaLike:
     least_speed: float = 1.0
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Return fractions of time for every job of the problem."""
+        """Return the fraction of its time that every job runs on each kind of device."""
         alone, together = problem.nothing()
         can = np.flatnonzero(problem.runnable)
         chosen = ()
@@ -190,16 +190,16 @@ class IsolatedShares:
     """Give each of m jobs 1/m of every kind to itself, whether it is useful or not."""
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Return fractions of time for every job of the problem."""
+        """Return the fraction of its time that every job runs on each kind of device."""
         return Fractions(alone=problem.isolated_fractions(), together=problem.nothing()[1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proportional:
-    """Give each job time on the kinds in proportion to their devices, scaled down until all gangs fit."""
+    """Give each job time on each kind of device by its share of all devices, less if not all jobs fit."""
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Return fractions of time for every job of the problem."""
+        """Return the fraction of its time that every job runs on each kind of device."""
         share = problem.capacity / max(problem.capacity.sum(), 1)
         demand = max(int(problem.scale_factor.sum()), 1)
         scale = min(1.0, problem.capacity.sum() / demand)
@@ -208,7 +208,7 @@ class Proportional:
 
 
 def _by_arrival(problem):
-    """Return the jobs, oldest first; jobs of equal age stay in order."""
+    """Return the indices of the jobs, the earliest arrival first; equally old jobs keep their order."""
     return [int(i) for i in np.argsort(-problem.since_arrival_s, kind="stable")]
 
 

@@ -45,7 +45,7 @@ class MaxMinFairness:
     heterogeneous: bool = True
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Return fractions of time for every job of the problem."""
+        """Return the fraction of its time that every job runs on each kind of device."""
         seen, need = problem, share_need(problem)
         if not self.heterogeneous:
             seen = problem.agnostic()
@@ -68,7 +68,7 @@ class Makespan:
     heterogeneous: bool = True
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Return fractions of time for every job of the problem."""
+        """Return the fraction of its time that every job runs on each kind of device."""
         seen = problem if self.heterogeneous else problem.agnostic()
         program = LinearProgram.of(seen)
         found = gauge(program, problem.remaining_steps)
@@ -91,7 +91,7 @@ class FinishTimeFairness:
     max_programs: int = 60
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Return fractions of time for every job of the problem."""
+        """Return the fraction of its time that every job runs on each kind of device."""
         seen = problem if self.heterogeneous else problem.agnostic()
         program = LinearProgram.of(seen)
         steps, since = problem.remaining_steps, problem.since_arrival_s
@@ -137,7 +137,7 @@ class WaterFilling:
     heterogeneous: bool = True
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Return fractions of time for every job of the problem."""
+        """Return the fraction of its time that every job runs on each kind of device."""
         seen = problem if self.heterogeneous else problem.agnostic()
         everyone = (_Together(np.arange(problem.num_jobs), problem.weight),)
         return _fill(seen, problem, everyone)
@@ -156,7 +156,7 @@ class Hierarchical:
     orders: Mapping[str, Literal["fairness", "fifo"]] = field(default_factory=dict)
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Return fractions of time for every job of the problem."""
+        """Return the fraction of its time that every job runs on each kind of device."""
         entities = []
         for tenant in sorted(set(problem.tenant)):
             jobs = np.array([i for i, t in enumerate(problem.tenant) if t == tenant])
@@ -176,14 +176,14 @@ class Hierarchical:
 
 
 def share_need(problem: FractionProblem) -> np.ndarray:
-    """Return [jobs] the steps/s of one unit of weighted share: w_i proportional_rate_i / s_i."""
+    """Return [jobs] the steps/s that each job needs for one unit of its weighted fair share."""
     return problem.weight / problem.scale_factor * problem.proportional_rate()
 
 
 def _answer(
     program: LinearProgram, x: np.ndarray, problem: FractionProblem, objective: float | None = None
 ) -> Fractions:
-    """Return the fractions of `x`, with a row for every pair of the original problem."""
+    """Return the solution `x` as `Fractions`, with a row for every pair of the original problem."""
     reasons = {
         job: "no kind of device has room for its gang and a known speed"
         for job, can in zip(problem.job_ids, problem.runnable, strict=True)
@@ -217,7 +217,7 @@ def _root(low, found, asks, steps, since, alone):
 
 @dataclass(frozen=True, eq=False)
 class _Together:
-    """Jobs whose levels rise at the same time, each in proportion to its weight, at a total of `rate`.
+    """Jobs whose levels (weighted speeds) rise at the same time, each by its weight, at a total of `rate`.
 
     If `rate` is None, each rises at its own weight, whether others have stopped or not.
     """
@@ -250,13 +250,16 @@ class _Together:
 
 @dataclass(frozen=True, eq=False)
 class _InTurn:
-    """Jobs whose levels rise one after another, each at `rate`."""
+    """Jobs whose levels (see `_Together`) rise one after another: one starts when the last has stopped."""
 
     jobs: np.ndarray
     rate: float
 
     def path(self, start, room, gang):
-        """Return a function from time t to the jobs' levels, and the time at which all have stopped."""
+        """Return how the jobs' levels rise one after another, and where the rise ends.
+
+        The values and arguments are those that `_Together.path` describes.
+        """
         unit = self.rate / gang[self.jobs]
         lasts = room[self.jobs] / unit
         begins = np.cumsum(lasts) - lasts
@@ -303,7 +306,7 @@ def _fill(seen, problem, entities):
 
 
 def _exhausted(seen, binding, rising):
-    """Return [jobs, kinds] bool: a rising job gains nothing there, as the kind or a limit has a price."""
+    """Return [jobs, kinds] bool: a rising job gains nothing on that kind, as it or a limit is used up."""
     least = _PRICED * binding.scale
     full = binding.kind_price * seen.capacity > least
     exhausted = full[None, :] & rising[:, None]
@@ -315,7 +318,7 @@ def _exhausted(seen, binding, rising):
 
 
 def _levels(paths, num_jobs, t):
-    """Return [jobs] the levels at time t."""
+    """Return [jobs] the level of each job at t, a parameter that grows from 0; see `_Together.path`."""
     levels = np.zeros(num_jobs)
     for jobs, at, _ in paths:
         levels[jobs] = at(t)
@@ -323,7 +326,7 @@ def _levels(paths, num_jobs, t):
 
 
 def _best(seen, open_kinds):
-    """Return [jobs] the best speed on the kinds that are open to a job, alone or with another."""
+    """Return [jobs] a job's best speed, alone or with another, on kinds that are still open to it."""
     best = np.where(open_kinds, seen.throughput, 0.0).max(axis=1, initial=0.0)
     if seen.pairs:
         np.maximum.at(best, np.asarray(seen.pairs), seen.pair_throughput.max(axis=2))

@@ -128,7 +128,7 @@ class FractionProblem:
 
     @property
     def limits(self) -> tuple[Limit, ...]:
-        """Limits on what tenants use together: quotas, then limits of subtrees."""
+        """Limits on what tenants use: quotas first, then limits of tenants with those below them."""
         return (*(quota_limit(t, n) for t, n in self.quota.items()), *self.tenant_limits)
 
     @property
@@ -142,7 +142,7 @@ class FractionProblem:
         return self.throughput.max(axis=1, initial=0.0) > 0
 
     def nothing(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return fractions of 0 for all jobs [jobs, kinds] and pairs [pairs, kinds]."""
+        """Return zeros as fractions of time: [jobs, kinds] for jobs alone, [pairs, kinds] for pairs."""
         return np.zeros(self.throughput.shape), np.zeros((len(self.pairs), len(self.kinds)))
 
     def proportional_rate(self) -> np.ndarray:
@@ -150,12 +150,12 @@ class FractionProblem:
         return self.throughput @ self.capacity / max(self.capacity.sum(), 1)
 
     def isolated_fractions(self) -> np.ndarray:
-        """Return [jobs, kinds] the time on a 1/m share of every kind, for m jobs, at most all of its time."""
+        """Return [jobs, kinds] the fraction of time of each job if each of the m had 1/m of every kind."""
         share = self.capacity[None, :] / max(self.num_jobs, 1) / self.scale_factor[:, None]
         return share / np.maximum(share.sum(axis=1, keepdims=True), 1.0)
 
     def isolated_rate(self) -> np.ndarray:
-        """Return [jobs] the speed on a 1/m share of the cluster."""
+        """Return [jobs] the steps per second of each job if each of the m jobs had 1/m of the cluster."""
         return (self.throughput * self.isolated_fractions()).sum(axis=1)
 
     def agnostic(self) -> "FractionProblem":
@@ -176,7 +176,7 @@ class FractionProblem:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fractions:
-    """Feasible fractions of wall-clock time, and the objective that they reach."""
+    """The fraction of time that each job, and each pair on shared devices, runs on each kind of device."""
 
     alone: Float[np.ndarray, "jobs kinds"]
     together: Float[np.ndarray, "pairs kinds"]
@@ -188,7 +188,7 @@ class Fractions:
     """Whether devices that are left over may go to jobs with a fraction of 0."""
 
     def rate(self, problem: FractionProblem) -> np.ndarray:
-        """Return [jobs] the steps per second that the fractions give."""
+        """Return [jobs] the average steps per second of each job with these fractions."""
         rate = (self.alone * problem.throughput).sum(axis=1)
         if problem.pairs:
             both = np.einsum("kj,kmj->km", self.together, problem.pair_throughput)
@@ -230,13 +230,13 @@ def limit_use(problem: FractionProblem, limit: Limit) -> np.ndarray:
 
 @runtime_checkable
 class FractionPolicy(Protocol):
-    """A rule for fractions of time. Equal problems must give equal fractions.
+    """A rule that gives jobs fractions of their time on each kind. Equal problems must give equal ones.
 
     Implementations are frozen dataclasses with `__call__`.
     """
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Return fractions of time for every job of the problem."""
+        """Return the fraction of its time that every job runs on each kind of device."""
         ...
 
 
@@ -251,7 +251,7 @@ def gang_size(spec: JobSpec, hint: int | None = None) -> int:
 
 
 def gang_shape(job: JobView, kind: str, num_devices: int, per_node: int) -> Shape | None:
-    """Return the shape of a gang on one kind, on the fewest nodes of `per_node` devices.
+    """Return the shape of a job with `num_devices` of one kind, on the fewest nodes of `per_node` devices.
 
     None if its speed there is unknown or not a positive number.
     """
@@ -331,7 +331,7 @@ def _speeds(
     per_node: Mapping[str, int],
     limits: Sequence[Limit],
 ) -> list[float]:
-    """Return a gang's speed on each kind; 0 if it does not fit, exceeds a limit or is not allowed."""
+    """Return a job's speed with `size` devices on each kind; 0 if it does not fit there or may not run."""
     its = [limit for limit in limits if job.spec.tenant in limit.tenants]
     speeds = dict.fromkeys(sorted(free), 0.0)
     for kind in speeds:

@@ -23,7 +23,7 @@ _TOLERANCE = 1e-10  # the smallest that HiGHS accepts
 
 @dataclass(frozen=True, eq=False)
 class LinearProgram:
-    """The feasible set of a problem, as sparse rows over the useful variables.
+    """All feasible fractions of time of a problem, as a linear program in sparse matrices.
 
     A variable is a combination of jobs (first every job alone, then the pairs) on a kind on which all its
     members make progress. `rate @ x` is in steps per second.
@@ -39,7 +39,7 @@ class LinearProgram:
 
     @classmethod
     def of(cls, problem: FractionProblem) -> "LinearProgram":
-        """Return the rows and variables of a problem."""
+        """Return the linear program of a problem: its limits, and a variable per job or pair and kind."""
         num_jobs, num_kinds = problem.throughput.shape
         row, column = np.nonzero(problem.throughput)
         num_alone = len(row)
@@ -75,13 +75,13 @@ class LinearProgram:
 
     @property
     def bounds(self) -> np.ndarray:
-        """[rows] right-hand sides of `limits`."""
+        """[rows] upper bounds on `limits @ x`: time of jobs, devices of kinds, quotas and limits."""
         problem = self.problem
         quotas = [float(limit.left) for limit in problem.limits]
         return np.concatenate([np.ones(problem.num_jobs), problem.capacity, quotas])
 
     def fractions(self, x: np.ndarray, **more) -> Fractions:
-        """Turn variables into fractions, correcting violations within the solver's tolerance."""
+        """Return a solution x as `Fractions`, scaled to hold exactly. Raises SolverError if it is far off."""
         num_jobs, num_kinds = self.problem.throughput.shape
         table = np.zeros((num_jobs + len(self.problem.pairs), num_kinds))
         table[self.row, self.column] = np.clip(x, 0.0, 1.0)

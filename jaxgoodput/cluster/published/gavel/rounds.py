@@ -69,7 +69,7 @@ class RoundScheduler:
     share_devices: bool = False
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
-        """Return allocations for the next round."""
+        """Return allocations for the next round: the jobs of greatest total priority that fit run."""
         if not jobs:
             return Decision(allocations={})
         problem = from_views(jobs, cluster, now_s)
@@ -105,7 +105,7 @@ class RoundScheduler:
         return Decision(allocations=allocations, reasons=reasons, objective=target.objective)
 
     def _pinned(self, jobs, cluster, now_s) -> dict[str, int]:
-        """Return the jobs that keep their devices whatever the priorities say: their rows, by id."""
+        """Return the jobs that keep their devices in this round, whatever their priority: rows by id."""
         offered = offered_devices(cluster)
         return {
             job.spec.id: i
@@ -114,7 +114,7 @@ class RoundScheduler:
         }
 
     def _stays(self, job: JobView, now_s: float) -> bool:
-        """Return whether a job may not be moved yet, or not at all."""
+        """Return whether a job must keep its devices in this round."""
         if not job.allocation.devices or job.since_s is None:
             return False
         leased = now_s < job.since_s + max(self.round_s, job.spec.min_run_s)
@@ -122,7 +122,7 @@ class RoundScheduler:
         return leased or restoring or not job.spec.preemptible
 
     def _choose(self, problem, target, urgency, received, rest, pinned):
-        """Return [jobs + pairs] the kind on which each runs from now on; -1 = does not run."""
+        """Return [jobs + pairs] the kind on which each job or pair runs in this round; -1 = does not run."""
         num_rows = problem.num_jobs + len(problem.pairs)
         members = [_members(problem, row) for row in range(num_rows)]
         size = np.array([problem.scale_factor[m[0]] for m in members], dtype=int)
@@ -178,7 +178,7 @@ def _outcome(problem: FractionProblem, i: int, wanted: Shape | None, is_placed: 
 
 
 def _shares(problem: FractionProblem, i: int, target: Fractions, received: np.ndarray) -> list[str]:
-    """Say what a job is to receive and has received, and what the fraction policy remarks about it."""
+    """Return, in words, what time a job should get and has had on each kind, and a remark of the policy."""
     x, f = target.per_job(problem)[i], received[i]
     shares = ", ".join(
         f"{kind} {x[j]:.3g} ({f[j]:.3g} received)"

@@ -32,7 +32,7 @@ class TotalThroughput:
     deadlines: bool = False
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Return fractions of time for every job of the problem."""
+        """Return the fraction of its time that every job runs on each kind of device."""
         program = LinearProgram.of(problem)
         value = np.asarray(program.rate.sum(axis=0)).ravel()
         if self.per_price:
@@ -70,7 +70,7 @@ class TotalThroughput:
         return program.fractions(x, objective=float(value @ x), reasons=reasons)
 
     def _needs(self, problem):
-        """Return [jobs] the steps/s that reachable deadlines need, and reports about the other deadlines."""
+        """Return [jobs] the steps/s that reachable deadlines need, and messages on the other ones by job."""
         need = np.zeros(problem.num_jobs)
         reasons = {}
         if not self.deadlines:

@@ -21,7 +21,7 @@ _NO_ROOM = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Devices wanted for one job, or for all jobs of a share group."""
+    """Devices wanted for one job, or for the jobs of a share group, which all run on the same devices."""
 
     key: str
     shape: Shape
@@ -32,7 +32,7 @@ class Request:
 
 
 class _Eviction(NamedTuple):
-    """Room that can be made by moving other requests."""
+    """A way to free devices: the requests to move to other nodes, and the price of moving them."""
 
     price: float
     nodes: list[int]
@@ -40,7 +40,7 @@ class _Eviction(NamedTuple):
 
 
 def chunks(shape: Shape, node_size: int) -> list[int]:
-    """Return the devices on each node, largest first.
+    """Return how many devices a shape takes on each of its nodes, largest first.
 
     These are whole nodes and a rest, or an even spread if the shape has more nodes than that.
 
@@ -55,7 +55,7 @@ def chunks(shape: Shape, node_size: int) -> list[int]:
 
 
 class Board:
-    """The nodes of one kind while they are being filled; devices are bits of one integer per node."""
+    """Which requests hold which devices on nodes of one kind; a node's devices are bits of an integer."""
 
     def __init__(self, nodes: Sequence[Node], *, one_multi_node_job_per_node: bool = False):
         self.nodes = nodes
@@ -73,7 +73,7 @@ class Board:
         self._domains: dict[str, np.ndarray] = {}
 
     def take(self, request: Request, bits: Mapping[int, int]):
-        """Give these devices, which must be free, to the request."""
+        """Give devices, which must be free, to the request; `bits` is a bit mask of devices by node."""
         for node, taken in bits.items():
             assert taken & self.mask[node] == taken
             self.mask[node] &= ~taken
@@ -86,7 +86,7 @@ class Board:
         self.requests[request.key] = request
 
     def release(self, key: str) -> Request:
-        """Take the devices back from a request and return the request."""
+        """Free the devices of the request with this key, remove the request from the board, and return it."""
         bits = self.held.pop(key)
         for node, taken in bits.items():
             self.mask[node] |= taken
@@ -98,7 +98,7 @@ class Board:
         return self.requests.pop(key)
 
     def keep(self, request: Request) -> bool:
-        """Give the request its present devices if they have the wanted shape and are free."""
+        """Give the request its present devices if they have the wanted shape and are free; else False."""
         if not request.keeps:
             return False
         bits: dict[int, int] = {}
@@ -156,7 +156,7 @@ class Board:
     def _domain_groups(
         self, level: str | None, room: np.ndarray, sizes: list[int]
     ) -> Iterable[np.ndarray]:
-        """Return the nodes of each domain that may be large enough, the domain with least room first."""
+        """Return the nodes of each topology domain with enough free devices, the domain with fewest first."""
         if level is None:
             return [np.arange(len(self.nodes))]
         domains = self._domain_ids(level)
@@ -171,7 +171,7 @@ class Board:
         return self._domains[level]
 
     def _pick(self, node: int, count: int, request: Request) -> int:
-        """Choose free devices of a node: the aligned block with most of the request's own, or the lowest."""
+        """Choose `count` free devices of a node, if possible an aligned block with many that it has now."""
         mask = self.mask[node]
         if mask.bit_count() == count:
             return mask
@@ -210,7 +210,7 @@ class Board:
         return evicted
 
     def _cheapest(self, group: np.ndarray, sizes: list[int], request: Request) -> _Eviction | None:
-        """Find room for chunks of these sizes on nodes of a group, greedily, one node after the other."""
+        """Find the cheapest way to free parts of these sizes on nodes of a group, node after node."""
         candidates = group[self.up[group]]
         candidates = candidates[np.argsort(-self.free[candidates], kind="stable")].tolist()
         found = _Eviction(0.0, [], set())
@@ -274,7 +274,7 @@ class Board:
         return {key for key in self.on[node] if self.requests[key].shape.num_devices < limit}
 
     def _networked_on(self, node: int) -> set[str]:
-        """Return the requests on a node that use other nodes too; only one of them may use its network."""
+        """Return the requests that use this node together with other nodes, over the network."""
         return {key for key in self.on[node] if len(self.held[key]) > 1}
 
     def fill(self, pending: Iterable[Request], *, move: bool) -> list[Request]:
@@ -298,7 +298,7 @@ class Board:
         return left_out
 
     def devices(self, key: str) -> dict[str, tuple[int, ...]]:
-        """Return the devices that a request holds, by node name."""
+        """Return the local indices of the devices that the request with this key holds, by node name."""
         return {
             self.nodes[node].name: tuple(i for i in range(bits.bit_length()) if bits >> i & 1)
             for node, bits in sorted(self.held[key].items())
@@ -310,7 +310,7 @@ def _in_queue(request: Request) -> tuple[int, bool, str, Request]:
 
 
 def _fit_in(left: np.ndarray, sizes: list[int], own: list[int]) -> list[int] | None:
-    """Choose a different node for each chunk, the fullest that has room; `left` is changed.
+    """Choose another node for each part (chunk) of a job, the fullest that has room; `left` is changed.
 
     Of equally full nodes, one in `own` is preferred.
     """

@@ -63,7 +63,7 @@ def fewest_moves(
 
 
 def _movable(board: Board, largest: int) -> list[str]:
-    """Return the keys of requests smaller than `largest` on nodes that are up."""
+    """Return the keys of requests that may move: smaller than `largest`, and on nodes that are up."""
     return [
         key
         for key, bits in board.held.items()

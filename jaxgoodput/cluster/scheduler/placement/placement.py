@@ -77,7 +77,7 @@ def _members(jobs: Iterable[str], groups: Mapping[str, str]) -> dict[str, list[s
 def allocation_of(
     previous: Allocation, devices: Placed, share_group: str | None = None
 ) -> Allocation:
-    """Return the previous allocation itself if nothing changes, otherwise one of the next generation."""
+    """Return `previous` itself if these are its devices, otherwise an allocation of the next generation."""
     if devices == previous.devices and share_group == previous.share_group:
         return previous
     return Allocation(devices=devices, generation=previous.generation + 1, share_group=share_group)
@@ -144,7 +144,7 @@ def _fill_kind(
 
 
 def _moved_price(board: Board, kept: Iterable[Request]) -> float:
-    """Return the total price of requests that the board has placed elsewhere than before."""
+    """Return the sum of the prices of the requests whose devices on the board are not their previous ones."""
     moved = (r for r in kept if r.key in board.held and board.devices(r.key) != r.previous)
     return float(sum(r.price for r in moved))
 
@@ -152,7 +152,7 @@ def _moved_price(board: Board, kept: Iterable[Request]) -> float:
 def _keep_all(
     nodes: list[Node], requests: list[Request], exclusive: bool
 ) -> tuple[Board, list[Request]]:
-    """Return a board with all requests that can stay (the dearest to move first), and the rest."""
+    """Return a board on which requests keep their devices, the dearest to move first, and the others."""
     board = Board(nodes, one_multi_node_job_per_node=exclusive)
     pending = [r for r in sorted(requests, key=lambda r: (-r.price, r.key)) if not board.keep(r)]
     return board, pending

@@ -35,7 +35,7 @@ CROWDED_STILL, IDLE_STILL = 0.5, 0.75
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Claims of jobs that must run now, and deadlines that are given up."""
+    """The jobs that must run now to meet their deadlines, and the deadlines that are given up."""
 
     claims: tuple[Claim, ...]
     given_up: Mapping[int, str]
@@ -59,7 +59,7 @@ class _Supplies:
 
     @classmethod
     def of(cls, problem: ShapeProblem) -> "_Supplies":
-        """Return the supplies of a problem: its devices, then each limit of tenants."""
+        """Return the supplies of a problem: first all devices together, then each limit on tenants."""
         limits = problem.limits()
         total = float(sum(capacity(problem.cluster).values()))
         most, use, counts = [total], [problem.devices.astype(float)], [np.ones(len(problem.jobs))]
@@ -82,7 +82,7 @@ class _Supplies:
 
 @dataclass(frozen=True)
 class _DueJob:
-    """A job with a deadline that lies ahead."""
+    """A job whose deadline has not passed, with the time and the devices that it still needs."""
 
     job: int
     left_s: float
@@ -94,7 +94,7 @@ class _DueJob:
 
 
 def deadlines_of(problem: ShapeProblem) -> Deadlines:
-    """Return the claims that deadlines make at present.
+    """Return the jobs that must run now to meet their deadlines, and the deadlines that are given up.
 
     Jobs without a deadline or without declared work make none.
     """
@@ -118,7 +118,7 @@ def deadlines_of(problem: ShapeProblem) -> Deadlines:
 def with_deadlines(
     decision: Decision, problem: ShapeProblem, choice: Choice, deadlines: Deadlines
 ) -> Decision:
-    """Return the decision with remarks about deadlines added to the reasons."""
+    """Return the decision; the reasons of jobs with a deadline now mention it."""
     reasons = dict(decision.reasons)
     for i, why in deadlines.given_up.items():
         reasons[problem.jobs[i].spec.id] += f"; {why}"
@@ -136,7 +136,7 @@ def with_deadlines(
 
 
 def _must(supplies: _Supplies, kept: list[_DueJob]) -> np.ndarray:
-    """Return [kept] bool: must run now, for its own sake or because too many other jobs are due."""
+    """Return [kept] bool: a job must run now, as its time is short or too many other jobs are due."""
     if not kept:
         return np.zeros(0, bool)
     left_s = np.array([due.left_s for due in kept])
@@ -206,7 +206,7 @@ def _is_out_of_reach(problem: ShapeProblem, due: _DueJob) -> bool:
 def _in_time(
     problem: ShapeProblem, supplies: _Supplies, dues: list[_DueJob]
 ) -> tuple[list[_DueJob], dict[int, str]]:
-    """Return the jobs, by deadline, that have room together, and why each of the others does not."""
+    """Return the jobs that can all meet their deadlines together, and why each other one cannot."""
     kept: list[_DueJob] = []
     given_up: dict[int, str] = {}
     demand = np.zeros(len(supplies.most))

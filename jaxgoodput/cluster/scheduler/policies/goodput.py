@@ -121,7 +121,7 @@ class Goodput:
                     raise ValueError(f"Goodput.{name} must be {valid}, got {getattr(self, name)}.")
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
-        """Return the decision of greatest weighted utility, with switching prices and promises kept."""
+        """Return the decision of greatest total utility. Changes cost utility; promises are kept."""
         problem = ShapeProblem.of(jobs, cluster, now_s, growth=self.growth)
         if self.smooth_tables:
             problem = replace(problem, goodput=shrunk_tables(problem))
@@ -151,7 +151,7 @@ class Goodput:
         return with_due(decision, problem, is_due)
 
     def _utility(self, problem: ShapeProblem) -> np.ndarray:
-        """Return [jobs, shapes] the terms of the objective; NaN = not allowed."""
+        """Return [jobs, shapes] what each job adds to the objective with each shape; NaN = not allowed."""
         cluster, each = problem.cluster, capacity(problem.cluster)
         weight = self._weight(as_of_last_event(problem, self.settle_s))
         if cluster.tenants and self.fairness > 0:
@@ -171,7 +171,7 @@ class Goodput:
         return utility
 
     def _weight(self, problem: ShapeProblem) -> np.ndarray:
-        """Return [jobs] weights: priority times what service or declared work says about the work left."""
+        """Return [jobs] the users' weights, times what past or declared work says about the work left."""
         guessed = (1.0 + problem.received_s() / self.service_scale_s) ** self.service_power
         guessed *= (1.0 + problem.age_s() / self.age_scale_s) ** self.age_power
         left_s = problem.declared_s()
@@ -182,7 +182,7 @@ class Goodput:
 def _guaranteed_claims(
     problem: ShapeProblem, utility: np.ndarray, is_due: np.ndarray, deadlines: Deadlines
 ) -> GuaranteedClaims:
-    """Return what tenants claim out of their guarantees: deadlines first, then due jobs, then others."""
+    """Return the jobs that must run by a tenant's guarantee: first for deadlines, then due ones, then all."""
     if not any(tenant.guaranteed for tenant in problem.cluster.tenants):
         return GuaranteedClaims([], {}, {})
     num_deadlines = len(deadlines.claims)
@@ -195,7 +195,7 @@ def _guaranteed_claims(
 
 
 class Market(NamedTuple):
-    """Prices of devices, and each job's best shape at these prices."""
+    """Prices of devices, and the cheapest way for each job to work at these prices."""
 
     prices: np.ndarray  # [kinds] of one device, in units of weight
     cost: np.ndarray  # [jobs] least cost of a unit of work; NaN = no shape is allowed

@@ -22,7 +22,7 @@ from jaxgoodput.cluster.scheduler.shapes import capacity
 
 
 def due(problem: ShapeProblem, guaranteed: float, patience_s: float) -> np.ndarray:
-    """Return [jobs] bool: older than `patience_s` and behind the guaranteed share of an equal part.
+    """Return [jobs] bool: older than `patience_s`, and behind the share `guaranteed` of an equal part.
 
     A waiting job is behind below `guaranteed` of its part, a running job below twice that.
     """
@@ -42,7 +42,7 @@ def due(problem: ShapeProblem, guaranteed: float, patience_s: float) -> np.ndarr
 
 
 def claims_of(problem: ShapeProblem, is_due: np.ndarray) -> list[Claim]:
-    """Return the claims of due jobs, the oldest first: any of their shapes, the smallest first."""
+    """Return claims, by which due jobs must run, the oldest job first: any of its shapes, smallest first."""
     order = sorted(
         np.flatnonzero(is_due).tolist(),
         key=lambda i: (problem.jobs[i].submitted_s, problem.jobs[i].spec.id),
@@ -51,7 +51,7 @@ def claims_of(problem: ShapeProblem, is_due: np.ndarray) -> list[Claim]:
 
 
 def with_due(decision: Decision, problem: ShapeProblem, is_due: np.ndarray) -> Decision:
-    """Return the decision with the reasons of due jobs that start completed."""
+    """Return the decision; jobs that start because they are due have this added to their reasons."""
     reasons = dict(decision.reasons)
     for view in (problem.jobs[i] for i in np.flatnonzero(is_due)):
         if view.spec.id in decision.allocations and not view.allocation.devices:

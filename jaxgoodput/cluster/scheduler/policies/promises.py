@@ -17,7 +17,7 @@ from jaxgoodput.cluster.scheduler.shapes import capacity_rows
 
 
 class Claim(NamedTuple):
-    """A job that has to run on one of these shapes."""
+    """A job that has to run, and the shapes on which it may."""
 
     job: int
     shapes: Sequence[int]
@@ -26,7 +26,7 @@ class Claim(NamedTuple):
 
 
 class Promises(NamedTuple):
-    """Promises that can all be kept together."""
+    """Promises to jobs, such as to keep a shape or to run at all; the cluster can keep all at once."""
 
     pinned: np.ndarray
     """[jobs] shape that a job keeps, -1 = free."""
@@ -63,7 +63,7 @@ def promises(
 
 
 class _Grants:
-    """The promises made so far, and the room that they leave."""
+    """Collects promises to jobs one after the other, as far as devices and limits suffice."""
 
     def __init__(self, problem: ShapeProblem, restoring: np.ndarray):
         self._room = Room(problem)
@@ -73,13 +73,13 @@ class _Grants:
         self.allowed = np.ones(problem.goodput.shape, bool)
 
     def take(self, job: int, shapes: Sequence[int]) -> bool:
-        """Grant the first of these shapes that fits; False if none does."""
+        """Promise the job the first of these shapes that still fits; return False if none does."""
         shape = self._room.take(job, shapes)
         self.granted[job] = -1 if shape is None else shape
         return shape is not None
 
     def grant(self, claim: Claim):
-        """Grant a claim on shapes that satisfy earlier claims of the same job too, if one of them fits."""
+        """Grant a claim: find a shape that fits, and that satisfies earlier claims of the same job too."""
         i, shapes = claim
         had, present = int(self.granted[i]), int(self._restoring[i])
         both = [s for s in shapes if self.allowed[i, s]]
@@ -97,7 +97,7 @@ class _Grants:
 
 
 class Room:
-    """What is left of capacity and limits while devices are promised to one job after the other."""
+    """What devices and limits leave for further jobs, while devices are promised to job after job."""
 
     def __init__(self, problem: ShapeProblem):
         rows = capacity_rows(problem.cluster, problem.shapes)
@@ -120,5 +120,5 @@ class Room:
         return None
 
     def give_back(self, job: int, shape: int):
-        """Undo `take` for a job and the shape that it took."""
+        """Undo `take`: give back what the job's shape had taken of devices and limits."""
         self._left = self._left + np.where(self._counts[job], self._use[:, shape], 0.0)

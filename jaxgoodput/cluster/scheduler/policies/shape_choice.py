@@ -83,7 +83,7 @@ class ShapeProblem:
 
     @property
     def changes(self) -> np.ndarray:
-        """[jobs, shapes] bool: the job runs, and on another shape."""
+        """[jobs, shapes] bool: the job runs now, and this is not its present shape."""
         return self.running[:, None] & (np.arange(len(self.shapes)) != self.present[:, None])
 
     def restoring(self) -> np.ndarray:
@@ -105,7 +105,7 @@ class ShapeProblem:
         return np.where(stays, self.present, -1)
 
     def limits(self) -> list[tuple[Limit, np.ndarray, np.ndarray]]:
-        """Return each limit with [jobs] bool, whether a job counts, and [kinds] the units of a device."""
+        """Return each limit, with [jobs] whether a job counts and [kinds] how much of it a device uses up."""
         found = limits_of(self.cluster)
         counted = counts(found, [view.spec.tenant for view in self.jobs])
         return list(zip(found, counted, per_device(found, self.kinds), strict=True))
@@ -116,7 +116,7 @@ class ShapeProblem:
         return [int(s) for s in allowed[np.argsort(self.devices[allowed], kind="stable")]]
 
     def weight(self) -> np.ndarray:
-        """Return [jobs] the weights that users gave."""
+        """Return [jobs] each job's `JobSpec.weight`, as its user gave it."""
         return np.array([view.spec.weight for view in self.jobs], np.float64)
 
     def paused(self) -> np.ndarray:
@@ -138,7 +138,7 @@ class ShapeProblem:
         return np.array([view.num_restarts for view in self.jobs], np.float64)
 
     def received_s(self) -> np.ndarray:
-        """Return [jobs] device-seconds so far, summed over kinds."""
+        """Return [jobs] device-seconds that each job has received so far, summed over kinds."""
         return np.array([sum(view.received_s.values()) for view in self.jobs], np.float64)
 
     def declared_s(self) -> np.ndarray:
@@ -197,7 +197,7 @@ class ShapeProblem:
         )
 
     def decide(self, choice: Choice, *, one_multi_node_job_per_node: bool = False) -> Decision:
-        """Place the chosen shapes on devices, and give a reason for every job."""
+        """Return a decision: the chosen shapes placed on devices of nodes, and a reason for every job."""
         wanted = {
             view.spec.id: self.shapes[index]
             for view, index in zip(self.jobs, choice.shape, strict=True)
@@ -274,7 +274,7 @@ class ShapeProblem:
         return f"gets {said}"
 
     def _why_moved(self, left: Allocation, allocations: Mapping[str, Allocation]) -> str:
-        """Explain why a job leaves its devices for others of the same shape."""
+        """Explain why a job moves to other devices although its shape stays the same."""
         if not within(left, offered_devices(self.cluster)):
             return "because its old devices are no longer offered"
         takers = sorted(

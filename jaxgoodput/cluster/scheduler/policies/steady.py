@@ -17,9 +17,9 @@ from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
 
 
 def as_of_last_event(problem: ShapeProblem, settle_s: float) -> ShapeProblem:
-    """Return the problem as it was `settle_s` after the last arrival or change, with the service until then.
+    """Return the problem with time and service as they were `settle_s` after the last arrival or change.
 
-    Earlier than that, or while a job waits that could run, return the problem unchanged.
+    Until then, or while a job waits that could run, return the problem unchanged.
     """
     could = ~np.isnan(problem.goodput).all(1) if problem.goodput.size else problem.running
     if not problem.jobs or (could & ~problem.running).any():

@@ -106,7 +106,7 @@ def noise_of(rough: list[np.ndarray]) -> np.ndarray:
 
 
 def _scatter(rough: np.ndarray) -> np.ndarray:
-    """Return [rows] standard deviation of each row's differences; NaN if they are too few to tell."""
+    """Return [rows] a robust standard deviation of each row of `rough`; NaN if it has too few entries."""
     found = np.full(len(rough), np.nan)
     rows = np.flatnonzero((~np.isnan(rough)).sum(1) >= LEAST)
     if len(rows):

@@ -27,7 +27,7 @@ from jaxgoodput.specs import ClusterSpec
 
 
 class GuaranteedClaims(NamedTuple):
-    """Claims that can all be granted together."""
+    """Jobs that must run because a tenant's guarantee pays for them; all of them can run at once."""
 
     claims: list[Claim]
     whose: dict[int, str]
@@ -37,7 +37,7 @@ class GuaranteedClaims(NamedTuple):
 
 
 def fair_factors(problem: ShapeProblem, power: float) -> np.ndarray:
-    """Return [jobs] factors on weights, so that tenants get what they deserve over time."""
+    """Return [jobs] factors for the jobs' weights: above 1 if the tenant has had less than it deserves."""
     cluster = problem.cluster
     active = {view.spec.tenant for view in problem.jobs}
     active |= {name for name, by_kind in cluster.in_use.items() if sum(by_kind.values())}
@@ -52,7 +52,7 @@ def guaranteed(
     urgency: np.ndarray,
     preferred: Mapping[int, Sequence[int]],
 ) -> GuaranteedClaims:
-    """Return what tenants claim out of their guarantees.
+    """Return the jobs that must run because the guarantees of their tenants pay for them.
 
     If fewer devices are in service than are guaranteed, all guarantees shrink alike.
 
@@ -87,7 +87,7 @@ def guaranteed(
 
 
 def _scale(cluster: ClusterSpec) -> float:
-    """Return the part of the guarantees that the devices in service can cover."""
+    """Return the devices in service as a share of all guaranteed ones, at most 1."""
     top = sum(tenant.guaranteed for tenant in cluster.tenants if tenant.parent is None)
     return min(1.0, _num_devices(cluster) / max(top, 1))
 
@@ -102,7 +102,7 @@ def _in_use(cluster: ClusterSpec, tenants: Iterable[str]) -> int:
 
 
 def _order(problem: ShapeProblem, utility: np.ndarray, urgency: np.ndarray) -> list[int]:
-    """Return the jobs that can run at all, in the order in which a tenant serves its own."""
+    """Return the jobs that can run at all, in the order in which a tenant's guarantee serves them."""
     if not utility.size:
         return []
     per_device = np.where(np.isnan(utility), -np.inf, utility / problem.devices).max(1)
@@ -121,7 +121,7 @@ def _order(problem: ShapeProblem, utility: np.ndarray, urgency: np.ndarray) -> l
 
 
 class _Spending:
-    """The shapes of jobs while tenants spend their guarantees; all of them fit together."""
+    """Shapes that jobs get from their tenants' guarantees; a shape is added only if all fit together."""
 
     def __init__(
         self, problem: ShapeProblem, utility: np.ndarray, preferred: Mapping[int, Sequence[int]]
@@ -143,7 +143,7 @@ class _Spending:
         return int(self._problem.devices[self._shape[job]]) if job in self._shape else 0
 
     def start(self, job: int, left: int) -> int:
-        """Give a job its first shape within `left` devices; return how many it takes, 0 if nothing fits."""
+        """Give a job its first shape of at most `left` devices; return how many it takes, 0 if none fits."""
         taken = self._start(job, left)
         if taken or np.array_equal(self._utility[job], self._whole[job], equal_nan=True):
             return taken
@@ -183,7 +183,7 @@ class _Spending:
         return int(devices[shape])
 
     def grow(self, jobs: list[int], left: int):
-        """Spend what is left on jobs that have a shape, always where one more device is worth most."""
+        """Give jobs larger shapes within `left` more devices, first where one more device is worth most."""
         devices = self._problem.devices
         queue: list[tuple[float, int, int]] = []  # steps: -worth per device, job, new shape
 
@@ -228,7 +228,7 @@ class _Spending:
                 self._moved.add(job)
 
     def claim(self, job: int) -> Claim:
-        """Return the claim of a job: its shape, or any with at least as many devices."""
+        """Return the job as a claim: it must run on its shape, or on any with at least as many devices."""
         devices, at = self._problem.devices, self._shape[job]
         enough = ~np.isnan(self._utility[job]) & (devices >= devices[at])
         if job in self._moved:
@@ -250,7 +250,7 @@ class _Spending:
 
 @dataclass(frozen=True)
 class _Accounts:
-    """What tenants are guaranteed and have."""
+    """How many devices tenants are guaranteed, and how many they have after the decision."""
 
     guarantee: Mapping[str, int]
     has: Mapping[str, int]
@@ -282,7 +282,7 @@ def _accounts(decision: Decision, problem: ShapeProblem, own: GuaranteedClaims) 
 
 
 def with_tenants(decision: Decision, problem: ShapeProblem, own: GuaranteedClaims) -> Decision:
-    """Return the decision with reasons that say what is guaranteed, borrowed, and taken back."""
+    """Return the decision; its reasons now also say which devices are guaranteed, borrowed or taken back."""
     accounts = _accounts(decision, problem, own)
     reasons = dict(decision.reasons)
     for i, view in enumerate(problem.jobs):
@@ -307,7 +307,7 @@ def _gives_way(view: JobView, accounts: _Accounts) -> str:
 def _runs_on(
     view: JobView, payer: str, guaranteed: int, num_devices: int, accounts: _Accounts
 ) -> str:
-    """Say which devices of a job are guaranteed, and whether others are borrowed."""
+    """Return what to add to a job's reason: whose guarantee pays for it, and whether devices are borrowed."""
     tenant, remark = view.spec.tenant, ""
     guarantee = accounts.guarantee.get(tenant, 0)
     if guaranteed and (payer != tenant or not view.allocation.devices):

@@ -68,7 +68,7 @@ def worth_of_no_pause(
 
 
 def too_young_to_pause(problem: ShapeProblem, restarts: float) -> np.ndarray:
-    """Return [jobs] bool: has run for less than `restarts` of its restarts, and has a shape that is offered.
+    """Return [jobs] bool: the job ran for less than `restarts` times its restart, and its shape is offered.
 
     Such a job may change its shape but not stop, because stopping would waste more than it saves.
     """

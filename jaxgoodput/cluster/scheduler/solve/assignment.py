@@ -52,7 +52,7 @@ class _Rows:
     limit: np.ndarray  # [rows]
 
     def use(self, jobs: np.ndarray, shapes: np.ndarray) -> np.ndarray:
-        """Return [pairs, rows]: what pairs of a job and a shape use of each row."""
+        """Return [pairs, rows] how much of each row's limit each pair of a job and a shape uses."""
         used = np.zeros((len(jobs), len(self.limit)))
         kind, demand = self.kind[shapes], self.demand[shapes]
         used[np.arange(len(jobs)), kind] = demand
@@ -63,7 +63,7 @@ class _Rows:
         return used
 
     def held(self, pinned: np.ndarray) -> np.ndarray:
-        """Return [rows]: what pinned jobs use. Raises ValueError if it exceeds a limit."""
+        """Return [rows] what pinned jobs, which keep a shape, use. Raises ValueError if that is too much."""
         jobs = np.flatnonzero(pinned >= 0)
         used = self.use(jobs, pinned[jobs]).sum(0)
         if (used > self.limit + 1e-9).any():

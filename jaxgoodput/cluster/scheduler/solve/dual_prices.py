@@ -29,7 +29,7 @@ def dual_prices(
     prices = np.zeros(len(limit))
 
     def smoothed(prices: np.ndarray, heat: float) -> tuple[float, np.ndarray, np.ndarray]:
-        """Return the smoothed D, its slope and its curvature."""
+        """Return the smoothed dual function D at `prices`, its gradient and its Hessian."""
         z = (value - use @ prices) / heat
         top = np.maximum.reduceat(z, start)
         top = np.where(idle > 0, np.maximum(top, 0.0), top)

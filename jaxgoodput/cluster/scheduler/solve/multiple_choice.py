@@ -25,7 +25,7 @@ LARGE_CORE = 4_000  # items given to it if the first result is not close enough
 
 @dataclass(frozen=True, kw_only=True)
 class Knapsack:
-    """Pairs of a job and an item that it may take, sorted by job."""
+    """A multiple-choice knapsack problem: each job takes at most one of its items, within limits."""
 
     job: np.ndarray  # [items] index of the job
     value: np.ndarray  # [items]; -inf = never
@@ -34,13 +34,13 @@ class Knapsack:
     forced: np.ndarray  # [jobs] bool: takes exactly one item; other jobs take at most one
 
     def replace(self, **changes: Any) -> "Knapsack":
-        """Return a copy with some fields changed."""
+        """Return a copy of the problem in which these fields have other values."""
         return dataclasses.replace(self, **changes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """An item for every job."""
+    """A solution: the item of every job, its objective, and a bound on the best objective."""
 
     item: np.ndarray  # [jobs] index of the item; -1 = none
     objective: float
@@ -48,7 +48,7 @@ class Selection:
 
 
 class _Dual(NamedTuple):
-    """What follows from prices of the rows, whatever they are."""
+    """What follows from prices for the use of each limit, which need not be optimal."""
 
     slack: np.ndarray  # [items] reduced cost: how much worse an item is than its job's best one
     worth: (
@@ -167,7 +167,7 @@ def _relax_the_nearest(
 
 
 def _indifference(knapsack: Knapsack, chosen: np.ndarray, dual: _Dual) -> np.ndarray:
-    """Return [jobs]: how much worse than the chosen item (or none) the next best option is."""
+    """Return [jobs] how much worse than its chosen item (or none) each job's next best option is."""
     second = np.where(knapsack.forced | (chosen < 0), np.inf, dual.worth)
     others = np.flatnonzero(chosen[knapsack.job] != np.arange(len(dual.slack)))
     np.minimum.at(second, knapsack.job[others], dual.slack[others])
@@ -186,7 +186,7 @@ def _nearest(indifference: np.ndarray, sizes: np.ndarray, most: int) -> np.ndarr
 
 
 class _Core(NamedTuple):
-    """What is left to decide after reduced-cost fixing."""
+    """The part of the problem that is still open after fixing items by their reduced costs."""
 
     items: np.ndarray  # indices of the open items
     free: np.ndarray  # [jobs] bool: undecided
@@ -300,7 +300,7 @@ def _exact(knapsack: Knapsack, allowed: float, time_limit_s: float) -> Selection
 
 
 def _rows(knapsack: Knapsack) -> tuple[sparse.csc_array, np.ndarray, np.ndarray]:
-    """Return the constraint matrix [rows + jobs, items] and its lower and upper sides."""
+    """Return the constraint matrix [rows + jobs, items], and its lower and upper bounds."""
     num_items, num_rows = knapsack.use.shape
     column, row = np.nonzero(knapsack.use)
     every = np.arange(num_items)
@@ -400,7 +400,7 @@ def _improve(knapsack: Knapsack, chosen: np.ndarray) -> np.ndarray:
 
 
 def _with_none(knapsack: Knapsack) -> tuple[int, np.ndarray, np.ndarray]:
-    """Return the items' values and uses with one more item, which stands for none, and its index."""
+    """Return the values and uses of the items and of one more, which stands for no item, and its index."""
     use = np.concatenate([knapsack.use, np.zeros((1, knapsack.use.shape[1]))])
     return len(knapsack.value), np.append(knapsack.value, 0.0), use
 
@@ -452,7 +452,7 @@ def _cells(knapsack: Knapsack) -> float:
 
 
 def _without_slack_rows(knapsack: Knapsack) -> Knapsack:
-    """Drop the rows that no choice can exceed."""
+    """Return the problem without the limits that no choice of items can exceed."""
     most = np.zeros((len(knapsack.forced), knapsack.use.shape[1]))
     np.maximum.at(most, knapsack.job, knapsack.use)
     binding = most.sum(0) > knapsack.limit + 1e-9

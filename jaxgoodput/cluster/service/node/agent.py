@@ -83,7 +83,7 @@ def _hold(part: NodeAgentSettings, stack: contextlib.ExitStack, clock: Clock) ->
             if clock.now() >= until_s:
                 raise
             if not is_said:
-                logging.warning("%s This agent waits until it is free.", error)
+                logging.warning("%s This agent waits until the folder is free.", error)
             is_said = True
             clock.sleep(LOOK_S)
 
@@ -110,7 +110,7 @@ class NodeAgent:
         self._is_alone = False  # the jobs were ended for lack of contact
 
     def run(self, told: threading.Event) -> int:
-        """Run jobs until `told` is set; return the exit code."""
+        """Run the jobs that the service assigns until `told` is set; return the exit code."""
         ask = Worker("node-ask", self._ask, on_error=self._fail)
         tell = Worker("node-tell", self._tell, on_error=self._fail)
         # Processes start on this thread, because the kernel ends them with the thread that started them.
@@ -160,7 +160,7 @@ class NodeAgent:
             self._jobs.stop()
 
     def _fail(self, error: BaseException) -> None:
-        """End the agent if one of its workers fails. Its engine starts another agent."""
+        """End the agent because one of its threads failed. Its engine starts another agent."""
         name = self._part.node.name
         logging.error("node %s: a worker of its agent has failed", name, exc_info=error)
         self._has_failed = True
@@ -192,7 +192,7 @@ class NodeAgent:
         client.call("POST", "nodes", body=join, changes=True, type_=Receipt)
 
     def _next_work(self, client: Client, version: int) -> int:
-        """Wait for work of another version, pass it on, and return its version."""
+        """Ask the service, and wait, for newer work than `version`; pass it on and return its version."""
         name = self._part.node.name
         work = client.call(
             *("GET", "nodes", name, "work"),
@@ -232,7 +232,7 @@ class NodeAgent:
                 hints_s = now_s + max(self._part.hints_s, PATIENCE * (now_s - begun_s))
 
     def _tell_reports(self, client: Client, numbers: HintNumbers) -> None:
-        """Report coordinators that listen or have ended, in a request that no output delays."""
+        """Tell the service which coordinators listen or have ended, in requests that carry no output."""
         with self._lock:
             reports = self._jobs.reports()
         if not reports:
@@ -258,7 +258,11 @@ class NodeAgent:
         except (Unreachable, RequestRefused) as error:
             if isinstance(error, RequestRefused) and error.status == 413:  # it would be again
                 count = sum(one.text.count("\n") for one in told)
-                logging.warning("%d lines of output are dropped: %s", count, error)
+                logging.warning(
+                    "%d lines of output are dropped, as they are too long for one request: %s",
+                    count,
+                    error,
+                )
                 return
             for _, buffer, text in lines:
                 buffer.give_back(text)
@@ -275,7 +279,7 @@ class NodeAgent:
         return bool(reports)
 
     def _tell_hints(self, client: Client, numbers: HintNumbers) -> None:
-        """Send the hints of jobs that are new since the last call. Only a coordinator's node sends them."""
+        """Send jobs' hints (measurements) that are new since the last call, if coordinators run here."""
         with self._lock:
             tasks = [task for task in self._jobs.tasks if task.coordinates and task.runs]
         for task in tasks:
@@ -296,7 +300,7 @@ class NodeAgent:
                 logging.info("the service refused the hints of job %s: %s", task.job, error)
 
     def _hints_of(self, task: JobTask) -> Hints | None:
-        """Return the hints of a run, or None. An unreadable journal is logged and costs only its own job."""
+        """Return the hints (measurements) of a run, or None. An unreadable journal is logged, not raised."""
         if task.workdir is None:
             return None
         try:
@@ -321,5 +325,7 @@ class NodeAgent:
         if not self._is_away:
             self._is_away = True
             logging.warning(
-                "node %s: %s. Its jobs keep their devices.", self._part.node.name, error
+                "node %s: the service cannot be asked: %s. Its jobs keep their devices.",
+                self._part.node.name,
+                error,
             )

@@ -22,7 +22,7 @@ MOST_RESTARTS = 16
 def hints_of(
     workdir: pathlib.Path, kind: str, generation: int, devices_per_process: int
 ) -> Hints | None:
-    """Return the hints of the run in `workdir` on devices of `kind`; None if no run has started there.
+    """Return the hints (measurements) of the run in `workdir`; None if no run has started there.
 
     Before its first fit a run reports only how far it is.
     """
@@ -69,7 +69,7 @@ def _batch_limits(start: FitStart, num_layouts: int) -> dict[str, Any]:
 
 
 def _noise(learnt: Mapping[str, StrategyRecord]) -> dict[str, Any]:
-    """Return the moments of the gradient, which all strategies share."""
+    """Return the gradient's squared norm and variance, the same for all strategies; {} if none was learnt."""
     if not learnt:
         return {}
     grad = next(iter(learnt.values())).model.grad
@@ -77,7 +77,7 @@ def _noise(learnt: Mapping[str, StrategyRecord]) -> dict[str, Any]:
 
 
 def _now(last: Window) -> dict[str, Any]:
-    """Return what a run measured in its last window."""
+    """Return progress, batch size, throughput and goodput of a run, as measured in its last window."""
     return {
         "progress": last.progress,
         "noise_confidence": _number(last.noise_confidence) or 0.0,
@@ -101,7 +101,7 @@ def _layout(one: StrategyRecord, span: tuple[int, int]) -> LayoutHints:
 
 
 def _num_devices(records: list[Record], each: int) -> int:
-    """Return the number of devices that the run uses now."""
+    """Return the number of devices that the run uses now; `each` is the number per process."""
     for record in reversed(records):
         if isinstance(record.event, Regrouped):
             return max(record.event.num_processes * each, 1)
@@ -118,7 +118,7 @@ def _has_trained(records: list[Record]) -> bool:
 
 
 def _restarts(records: list[Record]) -> list[float]:
-    """Return the seconds that each change of processes took, without the records of newcomers."""
+    """Return the seconds that each change of processes took, as the processes that stayed measured them."""
     return [
         total
         for change in of_kind(records, Regrouped)

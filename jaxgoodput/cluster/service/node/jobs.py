@@ -43,7 +43,7 @@ class LaunchSettings:
 
 @dataclass
 class _Member:
-    """A process of a job, and the coordinator that it joined."""
+    """A process that works on a job, and the address of the coordinator that it joined."""
 
     process: Process
     address: str
@@ -51,7 +51,7 @@ class _Member:
 
 @dataclass
 class _NodeJob:
-    """A job on this node."""
+    """A job on this node, with the coordinator and the processes that run here."""
 
     task: JobTask
     coordinator: Process | None = None
@@ -93,16 +93,16 @@ class Jobs:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no process is left."""
+        """Whether no process of any job runs on this node."""
         return not any(job.has_processes for job in self._jobs.values())
 
     @property
     def tasks(self) -> Sequence[JobTask]:
-        """The tasks that this node works on."""
+        """The tasks (parts of jobs) that the service has given to this node."""
         return [job.task for job in self._jobs.values() if not job.is_over]
 
     def take(self, work: NodeWork) -> None:
-        """Accept the service's list of tasks. Jobs that are not on it are over here."""
+        """Accept the service's list of tasks for this node. Jobs that are not on it are ended here."""
         tasks = {task.job: task for task in work.tasks}
         for id_, task in tasks.items():
             before = self._jobs.get(id_)
@@ -119,7 +119,7 @@ class Jobs:
                 job.is_over = True
 
     def stop(self) -> None:
-        """End all jobs here."""
+        """Mark all jobs of this node as over; the next calls of `look` end their processes."""
         for job in self._jobs.values():
             job.is_over = True
 
@@ -130,7 +130,7 @@ class Jobs:
         return found
 
     def give_back(self, reports: Sequence[Report]) -> None:
-        """Put reports back that could not be sent."""
+        """Put reports back that could not be sent, so that `reports` returns them again."""
         with self._reporting:
             self._reports = [*reports, *self._reports]
 
@@ -150,7 +150,7 @@ class Jobs:
         return found
 
     def look(self) -> None:
-        """Start what is missing, end what is not wanted, and note what has ended."""
+        """Start processes that tasks need, end those that no task needs, and note which have ended."""
         for job in self._jobs.values():
             self._look_at_coordinator(job)
             self._note_ends(job)
@@ -213,7 +213,7 @@ class Jobs:
     # -- the processes ---------------------------------------------------------------------------
 
     def _note_ends(self, job: _NodeJob) -> None:
-        """Remove the processes that have ended, and set when each is started again."""
+        """Remove the processes that have ended, and set the time at which each may start again."""
         for group, member in list(job.members.items()):
             code = member.process.code()
             if code is None:
@@ -260,7 +260,7 @@ class Jobs:
     def _start(
         self, job: _NodeJob, options: Sequence[str], on_line: Callable[[str], None]
     ) -> Process:
-        """Start `jaxgoodput` with some options and the job's command. Raises OSError."""
+        """Start `jaxgoodput` with these options and the job's command. Raises OSError."""
         task, place = job.task, self._place
         command = [
             *(sys.executable, "-m", "jaxgoodput.cli", *options),

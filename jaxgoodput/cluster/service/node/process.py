@@ -114,7 +114,7 @@ class OutputBuffer:
         self._lock = threading.Lock()
 
     def add(self, line: str) -> None:
-        """Add a line."""
+        """Add a line of output, which is kept until `take` returns it."""
         with self._lock:
             self._lines.append(line)
             if len(self._lines) > MOST_LINES:
@@ -134,7 +134,7 @@ class OutputBuffer:
         return "".join(f"{line}\n" for line in found)
 
     def give_back(self, text: str) -> None:
-        """Put lines back that could not be sent."""
+        """Put text that could not be sent back in front of the other lines."""
         with self._lock:
             self._lines.extendleft(reversed(text.splitlines()[-MOST_LINES:]))
 

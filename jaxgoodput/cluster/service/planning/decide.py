@@ -36,7 +36,7 @@ Tables = Callable[[JobEntry, Sequence[Shape], float], GoodputTable]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRules(PlanOptions):
-    """The options, with the policy itself."""
+    """The options of plans, with the policy object that `policy` names."""
 
     named: PolicyEntry
     half_life_s: float = 24 * 3600.0
@@ -74,7 +74,7 @@ def views_of(
 
 
 def _rigid(entry: JobEntry, cluster: ClusterSpec) -> JobEntry:
-    """Return a job as a policy sees it that does not resize jobs: with the most devices that it may have."""
+    """Return a job for a policy that does not resize jobs: with a fixed size, the most that it may have."""
     spec, each = entry.spec, entry.submission.devices_per_process
     if spec.mode != "adaptive":
         return entry
@@ -86,7 +86,7 @@ def _rigid(entry: JobEntry, cluster: ClusterSpec) -> JobEntry:
 
 
 def _table(entry: JobEntry, offered: Sequence[Shape], now_s: float, tables: Tables) -> GoodputTable:
-    """Return the table of a job, without its hints if they are unusable."""
+    """Return the goodput table of a job; made without its hints if no table can be made from them."""
     try:
         return tables(entry, offered, now_s)
     except (ArithmeticError, ValueError, TypeError, MemoryError) as error:
@@ -126,7 +126,7 @@ def _view(
 
 
 def _packed(cluster: ClusterSpec, size: int) -> set[Shape]:
-    """Return the shapes of one size on as few nodes as possible, one for each kind of device."""
+    """Return, for each kind of device, the shape of `size` devices on as few nodes as possible."""
     found = set()
     for kind in {node.kind for node in cluster.nodes}:
         each = max(node.num_devices for node in cluster.nodes if node.kind == kind)
@@ -180,7 +180,7 @@ def as_events(state: State, found: Plan, now_s: float) -> tuple[PlanMade, Reason
 
 
 def explained(state: State, job: str, now_s: float, rules: PlanRules) -> JobExplanation:
-    """Explain why a job has its devices. This costs a few dozen plans."""
+    """Explain why a job has its devices, or none. This makes a few dozen plans."""
     entry = state.jobs[job]
     cluster = cluster_of(state, rules.sharing)
     if entry.is_over or cluster is None:

@@ -44,7 +44,7 @@ class Planner:
         self._in_flight_s: float | None = None  # time of a plan that is not in the journal yet
 
     def follow(self) -> None:
-        """Apply the events that were written since the last call."""
+        """Bring the state up to date with the events that the journal received since the last call."""
         for entry in self._journal.read(self.state.seq):
             before, self.state = self.state, step(self.state, entry)
             self._is_wanted |= needs_plan(before, entry.event)
@@ -84,7 +84,7 @@ class Planner:
         return now_s >= (due_s if self._is_wanted else max(due_s, self.state.next_solve_s))
 
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer an "explain" or "what-if" question."""
+        """Answer a question of a user, "explain" or "what-if", from the present state."""
         self.follow()
         now_s = question["now_s"]
         try:
@@ -123,7 +123,7 @@ def needs_plan(state: State, event: events.Event) -> bool:
 
 
 def main(arguments: list[str], lines: TextIO, out: TextIO) -> int:
-    """Answer line by line until the input ends; return the exit code."""
+    """Read a JSON question from each line, and print its answer, until the input ends; return exit code 0."""
     folder, text = arguments
     options = decode(parse(text), PlanOptions, "options")
     os.nice(NICE)

@@ -30,7 +30,7 @@ MOST_QUESTIONS = 8  # in flight at once
 
 
 class Planners:
-    """Carries plans from the planner to the book, and questions to the adviser."""
+    """Passes plans from the planner process to the book, and users' questions to the adviser process."""
 
     def __init__(self, book: Book, folder: pathlib.Path, policy: PlanOptions):
         self.planned = 0
@@ -45,7 +45,7 @@ class Planners:
         self._reading: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Keep making plans until cancelled. Raises ChildProcessError if no planner survives its start."""
+        """Keep making plans until cancelled. Raises ChildProcessError if planners die again and again."""
         deaths = 0
         while True:
             process = await self._start()
@@ -57,7 +57,9 @@ class Planners:
                         deaths, self.last_error = 0, ""
                     if "failed" in message:
                         self.last_error = message["failed"]
-                        logging.error("no plan could be made: %s", self.last_error)
+                        logging.error(
+                            "no plan could be made, so jobs keep their devices: %s", self.last_error
+                        )
                     elif message:
                         await self._adopt(message)
                     await self._look(process)
@@ -72,7 +74,10 @@ class Planners:
                     f"no plan can be made: {deaths} times in a row {self.last_error}. Its own messages above "
                     "say why. Jobs keep their devices. Start the service again once the cause is repaired."
                 )
-            logging.warning("%s; another one is started", self.last_error)
+            logging.warning(
+                "no plan can be made for the moment: %s; another planner is started",
+                self.last_error,
+            )
             await asyncio.sleep(AGAIN_S)
 
     async def ask(self, do: str, **fields: Any) -> dict[str, Any]:

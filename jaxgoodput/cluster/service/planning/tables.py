@@ -47,7 +47,7 @@ def table_of(entry: JobEntry, offered: Sequence[Shape], now_s: float) -> Goodput
 
 
 def _unmeasured(entry: JobEntry, shapes: Sequence[Shape], largest: int) -> GoodputTable:
-    """Return the table of a job that has not measured enough: linear, up to a size that limits the risk."""
+    """Return the table of a job without enough measurements: linear, up to a size that limits the risk."""
     hints = entry.hints
     smallest = min((shape.num_devices for shape in shapes), default=0)
     if not largest:
@@ -77,13 +77,13 @@ def _allowed(entry: JobEntry, offered: Sequence[Shape]) -> list[Shape]:
 
 
 def _linear(shapes: Sequence[Shape], largest: int) -> GoodputTable:
-    """Return the table of a job that is assumed to scale linearly."""
+    """Return the table of a job whose speed is assumed to grow in proportion to its devices."""
     goodput = {shape: float(shape.num_devices) for shape in shapes}
     return GoodputTable(goodput=goodput, largest=largest)
 
 
 def _seen(entry: JobEntry, now_s: float) -> int:
-    """Return the largest number of devices that a job has held for `SEEN_S`."""
+    """Return the largest number of devices that a job has held for `SEEN_S` seconds; 0 if none."""
     sizes = [
         sum(map(len, held.devices.values()))
         for held in entry.past

@@ -55,17 +55,17 @@ class Timeline:
         self._base_s = last_s + down_s
 
     def now(self) -> float:
-        """Seconds since the first start."""
+        """Seconds since the service was first started; it continues after a restart."""
         return self._base_s + self._clock.now() - self._began
 
     def wall(self) -> float:
-        """Unix time, for people."""
+        """Unix time in seconds, to be shown to people."""
         return self._clock.wall()
 
 
 @dataclass
 class _Asked:
-    """A request in the queue."""
+    """A request that waits in the queue of the book, with how to decide and answer it."""
 
     decide: Decide
     show: Show
@@ -76,7 +76,7 @@ class _Asked:
 
 
 class Book:
-    """Holds the `state` that the journal has; `ask` changes it, and `changed` waits for a change."""
+    """Keeps the `state` that the journal leads to; `ask` changes it, and `changed` waits for a change."""
 
     def __init__(self, journal: ClusterJournal, clock: Clock):
         self.state, last_wall = journal.replay()
@@ -115,7 +115,7 @@ class Book:
         return await done
 
     async def changed(self, key: str, wait_s: float) -> None:
-        """Return when "job NAME" or "node NAME" has changed, or after `wait_s` seconds."""
+        """Wait until "job NAME" or "node NAME" (the key) changes, for `wait_s` seconds at most."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(key, set()).add(future)
         try:
@@ -133,7 +133,7 @@ class Book:
         self._wake(list(self._waiting))
 
     async def run(self) -> None:
-        """Serve the queue until cancelled."""
+        """Serve the requests in the queue until cancelled, many at once."""
         while True:
             batch = [await self._queue.get()]
             while len(batch) < MOST_AT_ONCE and not self._queue.empty():
@@ -179,7 +179,7 @@ class Book:
         try:
             await loop.run_in_executor(self._writer, self._journal.append, events, at_s, wall)
         except DiskFull as error:
-            logging.error("%s", error)
+            logging.error("nothing was written to the journal: %s", error)
             return CommandRefused(507, str(error))
         finally:
             self.commit_s += self._clock.now() - begun_s
@@ -193,7 +193,7 @@ class Book:
                     future.set_result(None)
 
     def close(self) -> None:
-        """Close the journal."""
+        """Close the file of the journal."""
         self._writer.shutdown()
         self._journal.close()
 
@@ -230,7 +230,7 @@ def _decided(
 
 
 def _check(event: Event) -> None:
-    """Check that an event can be read back. Raises CommandRefused."""
+    """Check that an event, once written to the journal, can be read. Raises CommandRefused if not."""
     try:
         from_text(type(event).__name__, to_text(event))
     except ValueError as error:

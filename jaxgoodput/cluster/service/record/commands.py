@@ -98,7 +98,7 @@ def submit(state: State, caller: Caller, submission: Submission, secret: str) ->
 
 
 def _check_share(state: State, submission: Submission) -> None:
-    """Check that a tenant leaves room for the jobs of others. Raises CommandRefused."""
+    """Check that a tenant does not have too many jobs, or too long commands. Raises CommandRefused."""
     tenant = submission.spec.tenant
     own = [e.submission for e in state.active.values() if e.spec.tenant == tenant]
     letters = sum(one.num_letters for one in (*own, submission))
@@ -112,7 +112,11 @@ def _check_share(state: State, submission: Submission) -> None:
 
 
 def _check_fits(state: State, submission: Submission) -> None:
-    """Check that the nodes could ever run a job. Raises CommandRefused."""
+    """Check that a kind the job allows exists, and that it needs no more devices than exist in total.
+
+    It does not check whether so many devices are of those kinds. Without nodes every job passes. Raises
+    CommandRefused.
+    """
     spec = submission.spec
     nodes = [entry.node for entry in state.nodes.values()]
     kinds = {node.kind for node in nodes}
@@ -133,7 +137,7 @@ def _check_fits(state: State, submission: Submission) -> None:
 
 
 def cancel(state: State, caller: Caller, job: str) -> Outcome:
-    """Cancel a job. A job that has ended stays as it ended."""
+    """Cancel a job. A job that has ended already stays as it is."""
     check_owned(state, caller, job)
     if state.jobs[job].is_over:
         return Outcome((), Receipt(note=f"the job has ended already: {state.jobs[job].phase}"))
@@ -141,7 +145,7 @@ def cancel(state: State, caller: Caller, job: str) -> Outcome:
 
 
 def hint(state: State, caller: Caller, job: str, hints: Hints) -> Outcome:
-    """Store a job's hints, unless they are stale."""
+    """Store a job's hints (measurements). Raises CommandRefused if they are out of date or do not fit."""
     entry = state.jobs.get(job)
     if entry is None or not (caller.role == "node" or caller.sees(entry.spec.tenant)):
         raise CommandRefused(404, f"you have no job {job[:80]!a}, so it cannot have hints.")
@@ -181,7 +185,7 @@ def _is_newer(hints: Hints, last: Hints) -> bool:
 
 
 def join(state: State, join: Join) -> Outcome:
-    """Add a node, or replace its agent."""
+    """Add a node, or accept another agent for a known node."""
     node = join.node
     if join.version != VERSION:
         raise CommandRefused(
@@ -220,7 +224,7 @@ def change_node(state: State, name: str, to: str, why: str, *, silent: bool = Fa
 
 
 def revive(state: State, name: str) -> Outcome:
-    """Bring a silent node back, after a heartbeat, to the state it had before."""
+    """Bring a silent node, from which a heartbeat came, back to "up", or "draining" if it was drained."""
     known = state.nodes[name]
     if not known.silent:
         return Outcome()
@@ -230,7 +234,7 @@ def revive(state: State, name: str) -> Outcome:
 
 
 def report(state: State, node: str, instance: str, reports: tuple[Report, ...]) -> Outcome:
-    """Record what coordinators on a node did. Reports of earlier attempts are ignored."""
+    """Record that coordinators on a node listen or ended. Reports of earlier attempts are ignored."""
     check_agent(state, node, instance)
     found: list[Event] = []
     for one in reports:
@@ -248,7 +252,7 @@ def report(state: State, node: str, instance: str, reports: tuple[Report, ...]) 
 
 
 def check_agent(state: State, node: str, instance: str) -> None:
-    """Check that an agent is its node's present one. Raises CommandRefused."""
+    """Raise CommandRefused if another agent than `instance` has joined as this node, or if none has."""
     known = state.nodes.get(node)
     if known is None:
         raise CommandRefused(404, f"there is no node {node[:80]!a}. It must join first.")
@@ -288,7 +292,7 @@ def adopt(
 
 
 def _is_possible(state: State, job: str, allocation: Allocation, generation: int | None) -> bool:
-    """Whether a job that was planned at some generation can still get an allocation."""
+    """Whether a job can still get this allocation, which was planned while it had `generation`."""
     entry = state.active.get(job)
     if entry is None or entry.allocation.generation != generation:
         return False
@@ -300,7 +304,7 @@ def _is_possible(state: State, job: str, allocation: Allocation, generation: int
 
 
 def _can_have(state: State, name: str, local: Sequence[int], held: Sequence[int]) -> bool:
-    """Whether a job that holds some devices of a node may have these devices of it."""
+    """Whether a job may get the devices `local` of a node; it already has the devices `held` there."""
     known = state.nodes.get(name)
     if known is None or known.node.state == "down":
         return False

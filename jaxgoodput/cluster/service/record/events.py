@@ -17,7 +17,7 @@ from jaxgoodput.specs import Allocation, Hints, Node
 
 @dataclass(frozen=True, kw_only=True)
 class NodeJoined:
-    """The agent of a node has joined, or joined again."""
+    """An event of the journal: the agent of a node has joined, or joined again."""
 
     node: Node
     instance: str
@@ -25,7 +25,7 @@ class NodeJoined:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeChanged:
-    """A node is now up, draining or down. If it is down, jobs lose the devices that they held there."""
+    """An event of the journal: a node is now up, draining or down. If down, jobs lose its devices."""
 
     name: str
     state: Literal["up", "draining", "down"]
@@ -36,7 +36,7 @@ class NodeChanged:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSubmitted:
-    """A user has submitted a job."""
+    """An event of the journal: a user has submitted a job."""
 
     submission: Submission
     secret: str
@@ -45,14 +45,14 @@ class JobSubmitted:
 
 @dataclass(frozen=True, kw_only=True)
 class JobCancelled:
-    """A user has cancelled a job."""
+    """An event of the journal: a user has cancelled a job."""
 
     job: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class HintsReceived:
-    """A job has reported its measurements. Only the newest hints of a job are stored."""
+    """An event of the journal: a job has reported measurements. Only a job's newest ones are stored."""
 
     job: str
     hints: Hints
@@ -60,7 +60,7 @@ class HintsReceived:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanMade:
-    """A new plan is in force: some jobs hold other devices than before."""
+    """An event of the journal: a new plan is in force, by which some jobs hold other devices."""
 
     changes: Mapping[str, Allocation]
     solved_s: float
@@ -69,14 +69,14 @@ class PlanMade:
 
 @dataclass(frozen=True, kw_only=True)
 class ReasonsGiven:
-    """The last plan explains, for each job, why the job holds its devices."""
+    """An event of the journal: the reasons that the last plan gives for what each job has."""
 
     reasons: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorListening:
-    """The coordinator of a job listens at an address."""
+    """An event of the journal: the coordinator of a job now listens at an address for its processes."""
 
     job: str
     attempt: int
@@ -85,7 +85,7 @@ class CoordinatorListening:
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorEnded:
-    """The coordinator of a job has ended, and with it the job or one attempt to run it."""
+    """An event of the journal: a job's coordinator has ended, and so the job or one attempt to run it."""
 
     job: str
     attempt: int
@@ -95,7 +95,7 @@ class CoordinatorEnded:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestAnswered:
-    """A request with an idempotency key was answered. If it comes again, it gets the same answer."""
+    """An event of the journal: a request with an idempotency key got this answer, also for repetitions."""
 
     request: str
     """The idempotency key, with the caller and the path."""
@@ -123,7 +123,7 @@ KINDS: Mapping[str, type[Event]] = {kind.__name__: kind for kind in typing.get_a
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """An event with its position in the journal and its time."""
+    """An event with its position in the journal and the time when it happened."""
 
     seq: int
     at_s: float
@@ -141,7 +141,10 @@ def to_text(event: Event) -> str:
 def from_text(kind: str, text: str) -> Event:
     """Read an event of a given kind from its JSON. Raises ValueError if the text is not such an event."""
     if kind not in KINDS:
-        raise ValueError(f"there is no event {kind!r}; the events are {', '.join(KINDS)}")
+        raise ValueError(
+            f"there is no event {kind!r}; the events are {', '.join(KINDS)}. "
+            "Is the program older than the journal?"
+        )
     return decode(parse(text), KINDS[kind], kind)
 
 

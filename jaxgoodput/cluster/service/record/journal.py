@@ -35,7 +35,7 @@ _ROWS = "select seq, at, wall, kind, body, sum from events where seq > ? order b
 
 
 class CorruptJournalError(Exception):
-    """The journal differs from what was written, from a position on."""
+    """The journal on disk is damaged from some position on: it is not what was written."""
 
     def __init__(self, path: pathlib.Path, position: int, why: str):
         self.position = position
@@ -53,7 +53,7 @@ class DiskFull(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class RepairReport:
-    """The result of a repair."""
+    """What a repair of the journal has kept and dropped."""
 
     kept: int
     """The number of events that were kept."""
@@ -139,19 +139,19 @@ class ClusterJournal:
         return state, wall
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the journal's file."""
         self._connection.close()
 
 
 class JournalFollower:
-    """Reads a journal that another process writes."""
+    """Reads, without writing, a journal that another process writes."""
 
     def __init__(self, folder: pathlib.Path):
         self._path = folder / FILE
         self._connection = sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, timeout=10.0)
 
     def read(self, after: int) -> Iterator[JournalEntry]:
-        """Yield all events after a position that have been written so far."""
+        """Yield the events after position `after` that have been written so far."""
         return read(self._connection, self._path, after)
 
 

@@ -28,7 +28,7 @@ LONG_S = 600.0  # an attempt that ran this long resets both counts
 
 @dataclass(frozen=True, kw_only=True)
 class NodeEntry:
-    """A node and its history, as far as it matters."""
+    """What the service records of a node: its present state, and the part of its history that matters."""
 
     node: Node
     instance: str
@@ -43,7 +43,7 @@ class NodeEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class JobEntry:
-    """A job and its history."""
+    """What the service records of a job: its request, its phase, its devices now and before."""
 
     submission: Submission
     secret: str = field(repr=False)
@@ -79,7 +79,7 @@ class JobEntry:
 
     @property
     def spec(self) -> JobSpec:
-        """The user's request."""
+        """The job's spec, as its user has submitted it."""
         return self.submission.spec
 
     @property
@@ -90,7 +90,7 @@ class JobEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredAnswer:
-    """The answer to a request, in case the request comes again."""
+    """The answer to a request, which is given again if the same request is sent again."""
 
     digest: str
     status: int
@@ -99,7 +99,7 @@ class StoredAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """The cluster at one position of the journal."""
+    """The whole state of the cluster: what the events of the journal up to one position lead to."""
 
     seq: int = 0
     at_s: float = 0.0
@@ -114,12 +114,12 @@ class State:
 
     @property
     def kind_of(self) -> dict[str, str]:
-        """The kind of device of each node."""
+        """The kind of device of each node, by the node's name."""
         return {name: entry.node.kind for name, entry in self.nodes.items()}
 
     @property
     def active(self) -> dict[str, JobEntry]:
-        """The jobs that have not ended."""
+        """The jobs that have not ended, by id."""
         return {id_: entry for id_, entry in self.jobs.items() if not entry.is_over}
 
 
@@ -202,7 +202,7 @@ def owners(state: State) -> dict[tuple[str, int], str]:
 
 
 def counted_until(now_s: float, entry: JobEntry, kind_of: Mapping[str, str]) -> JobEntry:
-    """Return a job with its device-seconds counted up to `now_s`."""
+    """Return a job, to whose device-seconds the time up to `now_s` has been added."""
     elapsed_s = max(now_s - entry.settled_s, 0.0)
     received_s, ran_s = dict(entry.received_s), dict(entry.ran_s)
     if elapsed_s:
@@ -218,7 +218,9 @@ def counted_until(now_s: float, entry: JobEntry, kind_of: Mapping[str, str]) -> 
 
 def _known(state: State, job: str) -> JobEntry:
     if job not in state.jobs:
-        raise ValueError(f"there is no job {job!r} at position {state.seq} of the journal")
+        raise ValueError(
+            f"there is no job {job!r} at position {state.seq} of the journal, so no event can concern it"
+        )
     return state.jobs[job]
 
 
@@ -285,7 +287,7 @@ def _is_up(state: State, name: str | None) -> bool:
 
 
 def _over(state: State, job: JobEntry, phase: Phase, code: int | None) -> State:
-    """Return the state with a job ended and its devices free."""
+    """Return the state in which the job has ended in this phase, and its devices are free."""
     before = job.allocation
     freed = _reallocated(state, job, Allocation(generation=before.generation + 1))
     freed = dataclasses.replace(freed, phase=phase, finished_s=state.at_s, code=code)
@@ -309,7 +311,7 @@ def _submitted(state: State, event: events.JobSubmitted) -> State:
 
 
 def _without_oldest(jobs: Mapping[str, JobEntry]) -> Mapping[str, JobEntry]:
-    """Return the jobs without the oldest ended ones, if those are too many or too long."""
+    """Return the jobs without the oldest ended ones, if these are too many or take too much room."""
     over = [id_ for id_, entry in jobs.items() if entry.is_over]
     letters = sum(jobs[id_].submission.num_letters for id_ in over)
     dropped = set[str]()
@@ -360,7 +362,10 @@ def _joined(state: State, event: events.NodeJoined) -> State:
 def _node_changed(state: State, event: events.NodeChanged) -> State:
     known = state.nodes.get(event.name)
     if known is None:
-        raise ValueError(f"there is no node {event.name!r} at position {state.seq} of the journal")
+        raise ValueError(
+            f"there is no node {event.name!r} at position {state.seq} of the journal, so no "
+            "event can concern it"
+        )
     drained = {"up": None, "draining": event.why, "down": known.drained}
     entry = dataclasses.replace(
         known,
@@ -379,7 +384,7 @@ def _node_changed(state: State, event: events.NodeChanged) -> State:
 
 
 def _without_node(state: State, job: JobEntry, name: str) -> State:
-    """Take a node from a job. If the job keeps fewer devices than it needs, it loses them all."""
+    """Return a job without the devices of a node; it loses all devices if the rest are too few."""
     before = job.allocation
     left = {other: local for other, local in before.devices.items() if other != name}
     least = job.spec.num_devices or job.spec.min_devices
@@ -404,7 +409,7 @@ def _planned(state: State, event: events.PlanMade) -> State:
 
 
 def _ended(state: State, event: events.CoordinatorEnded) -> State:
-    """End an attempt: the job is done, has failed, waits for devices, or gets another attempt."""
+    """Return the state after an attempt ended: the job is done, failed, waits, or gets another attempt."""
     job = _known(state, event.job)
     if event.code == 0:
         return _over(state, dataclasses.replace(job, reason="done"), "done", 0)
@@ -424,7 +429,7 @@ def _ended(state: State, event: events.CoordinatorEnded) -> State:
 
 
 def _saved(state: State, job: JobEntry, is_short: bool) -> State:
-    """Start a job that has saved again, unless it keeps doing so although it keeps its devices."""
+    """Return the state after a job has saved and exited: another attempt, unless that happens too often."""
     has_moved = job.since_s is None or job.since_s > job.attempted_s
     saves = 0 if has_moved else job.saves + 1 if is_short else 1
     job = dataclasses.replace(job, saves=saves)

@@ -17,7 +17,7 @@ from jaxgoodput.cluster.service.wire import VERSION
 
 
 def application(parts: ServiceParts) -> FastAPI:
-    """Return the application. Put an `AccessGuard` in front: it decides who may call."""
+    """Return the ASGI application. Put an `AccessGuard` in front: it decides who may call."""
     app = FastAPI(
         title="jaxgoodput",
         version=str(VERSION),
@@ -40,7 +40,7 @@ async def _refused(_: Request, error: Any) -> Response:
 
 
 async def _misfit(_: Request, error: Any) -> Response:
-    """Answer 422, or 409 if the body fits its type and contradicts itself."""
+    """Answer with status 422, or 409 if the body has the right types but contradicts itself."""
     errors = error.errors()
     contradicts = all(found["type"] == "value_error" for found in errors)
     return answer_json({"error": in_words(errors[0])}, 409 if contradicts else 422)

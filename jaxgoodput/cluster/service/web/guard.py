@@ -41,7 +41,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Token:
-    """One entry of the token file."""
+    """One entry of the token file: whose token it is, and what it allows."""
 
     token: str = field(repr=False)
     tenant: str = "default"
@@ -109,14 +109,14 @@ def own_token(folder: pathlib.Path) -> Tokens:
 
 
 class TokenBucket:
-    """Limits a rate to `per_second` on average and to bursts of `most`."""
+    """Limits how often something happens: `per_second` on average, and up to `most` at once."""
 
     def __init__(self, per_second: float, most: float, now_s: float):
         self._per_second, self._most = per_second, most
         self._left, self._at_s = most, now_s
 
     def takes_s(self, now_s: float) -> float:
-        """Count one request and return 0, or return the seconds until one is allowed again."""
+        """Count one request and return 0, or return the seconds to wait until one is allowed again."""
         self._left = min(self._most, self._left + (now_s - self._at_s) * self._per_second)
         self._at_s = now_s
         if self._left >= 1.0:
@@ -127,7 +127,7 @@ class TokenBucket:
 
 @dataclass(frozen=True)
 class _Refused:
-    """An answer of the guard's own."""
+    """An answer by which the guard refuses a request, without asking the application."""
 
     status: int
     why: str
@@ -149,7 +149,7 @@ class AccessGuard:
         self._strangers: dict[str, TokenBucket] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse a request, or pass it on."""
+        """Refuse a request, or pass it on to the application."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -210,7 +210,7 @@ class AccessGuard:
         return key if key in self._callers else None
 
     def _stranger(self, scope: Scope) -> _Refused:
-        """Refuse a request without a valid token, at a limited rate per address."""
+        """Return the answer to a request without a valid token: 401, or 429 if its address sends too many."""
         address = (scope.get("client") or ("unknown", 0))[0]
         now_s = self._clock.now()
         if address not in self._strangers and len(self._strangers) >= MOST_STRANGERS:
@@ -247,7 +247,7 @@ class BodyRefused(CommandRefused):
 
 
 class _LimitedBody:
-    """Reads a body, up to the limits on its length and its duration."""
+    """Reads the body of a request. Refuses it if it is too long, or takes too much time."""
 
     def __init__(self, receive: Receive, bounds: Bounds, now: Callable[[], float]):
         self._receive, self._bounds, self._now = receive, bounds, now

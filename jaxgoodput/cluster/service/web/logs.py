@@ -43,7 +43,7 @@ class Logs:
             self._jobs.discard(job)
 
     def unknown(self, jobs: Mapping[str, object]) -> set[str]:
-        """Return the names that have a log and are not among `jobs`."""
+        """Return the jobs that have a log but are not among `jobs`."""
         with self._lock:
             return self._jobs - jobs.keys()
 
@@ -59,7 +59,11 @@ class Logs:
                 if size > MOST_BYTES:
                     self._shorten(job, size)
             except OSError as error:
-                logging.warning("lines of job %s could not be stored: %s", job, error)
+                logging.warning(
+                    "lines that job %s printed are lost, as they could not be stored: %s",
+                    job,
+                    error,
+                )
 
     def _shorten(self, job: str, size: int) -> None:
         """Keep the newer half of a log; keep all of it if the disk refuses."""

@@ -18,7 +18,10 @@ class RequestMetrics:
         self._total_s = 0.0
 
     def count(self, route: str, status: int, seconds: float, *, waits: bool) -> None:
-        """Count one answer. `waits` tells that its duration says nothing about the service."""
+        """Count an answer and how long it took.
+
+        `waits`: the request waited for a change, so its duration is not counted.
+        """
         self._counts[route, status] += 1
         if not waits:
             self._below[bisect.bisect_left(LIMITS_S, seconds)] += 1
@@ -40,7 +43,10 @@ class RequestMetrics:
 
 
 def text(state: State, requests: RequestMetrics, numbers: Mapping[str, float]) -> str:
-    """Return all metrics as text. `numbers` adds more by name; a name in "_total" makes it a counter."""
+    """Return all metrics in Prometheus's text format.
+
+    `numbers` adds more by name; a name that ends in "_total" makes it a counter.
+    """
     lines = list(requests.lines())
     phases = collections.Counter(entry.phase for entry in state.jobs.values())
     lines.append("# TYPE jaxgoodput_jobs gauge")

@@ -50,14 +50,14 @@ svg text { font-size: 11px; fill: currentColor; } .failed { color: #d33; }
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """Other pages that the page links to."""
+    """The addresses of other pages that the web page links to."""
 
     tensorboard: str | None = None
     """The URL of a TensorBoard over the workdirs of all jobs; None shows the folders instead."""
 
 
 def whole(caller: Caller, state: State, now_s: float, links: Links) -> str:
-    """Return the whole page as HTML."""
+    """Return the whole web page as HTML: what the caller may see of the cluster."""
     return (
         "<!doctype html><html lang=en><head><meta charset=utf-8><title>jaxgoodput</title>"
         f"<meta name=viewport content='width=device-width'><style>{STYLE}</style></head>"
@@ -67,7 +67,7 @@ def whole(caller: Caller, state: State, now_s: float, links: Links) -> str:
 
 
 def inner(caller: Caller, state: State, now_s: float, links: Links) -> str:
-    """Return the part of the page that is refreshed."""
+    """Return, as HTML, the part of the web page that the browser fetches again and again."""
     by_phase = {"running": [], "waiting": []}
     for job in state.active.values():
         by_phase[job.phase].append(job)

@@ -66,10 +66,10 @@ class _TextRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route whose body is read by `StrictJson`."""
+    """A route of the API whose request bodies are read by `StrictJson`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return FastAPI's handler, given the body as text."""
+        """Return FastAPI's handler, which gets the body as text instead of parsed JSON."""
         handle = super().get_route_handler()
 
         async def handle_text(request: Request) -> Response:
@@ -105,7 +105,7 @@ _TOKEN = HTTPBearer(scheme_name="token", auto_error=False)  # checked by `Access
 
 
 class RoleCheck:
-    """A dependency that returns the caller, who must have one of the given roles or be the operator."""
+    """A FastAPI dependency that returns the caller, who must have one of these roles or be the operator."""
 
     def __init__(self, *roles: str):
         self._roles = roles
@@ -113,7 +113,7 @@ class RoleCheck:
     async def __call__(
         self, request: Request, _: Annotated[object, Security(_TOKEN)] = None
     ) -> Caller:
-        """Return the caller. Raises CommandRefused if its role is another one."""
+        """Return the caller. Raises CommandRefused if it has none of the roles that are allowed."""
         caller: Caller = request.state.caller
         if caller.role == "operator" or caller.role in self._roles:
             return caller

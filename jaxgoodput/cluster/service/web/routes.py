@@ -74,7 +74,7 @@ class BookedChange:
         shown: Callable[[State, Outcome], Any] = lambda state, outcome: outcome.answer,
         status: int = 200,
     ) -> Response:
-        """Return the answer, once the change is in the journal. Raises CommandRefused."""
+        """Have the book decide; return the answer once it is in the journal. Raises CommandRefused."""
         code, text = await self._book.ask(
             decide,
             lambda state, outcome: json.dumps(encode(shown(state, outcome)), allow_nan=False),
@@ -229,7 +229,7 @@ async def explain(parts: Parts, caller: User, job: Name) -> Response:
 
 @router.post("/v1/what-if", response_model=wire.WhatIf)
 async def what_if(parts: Parts, caller: User, submission: JsonSubmission) -> Response:
-    """Show the plan as it would be with one more job. Nothing changes."""
+    """Show the plan as it would be with one more job, which is not submitted."""
     submission = commands.of_tenant(caller, submission)
     if submission.spec.id in parts.book.state.active:
         raise CommandRefused(
@@ -377,13 +377,13 @@ def _html(text: str) -> Response:
 
 @router.get("/", **_content("text/html"))
 async def whole_page(parts: Parts, caller: User) -> Response:
-    """Return the web page."""
+    """Return the web page as HTML."""
     return _html(page.whole(caller, parts.book.state, parts.book.timeline.now(), parts.links))
 
 
 @router.get("/page", **_content("text/html"))
 async def page_only(parts: Parts, caller: User) -> Response:
-    """Return the part of the page that is refreshed."""
+    """Return, as HTML, the part of the web page that is refreshed."""
     return _html(page.inner(caller, parts.book.state, parts.book.timeline.now(), parts.links))
 
 

@@ -12,7 +12,7 @@ from jaxgoodput.specs import ClusterSpec
 
 
 class Breakdowns:
-    """Owns the state of all nodes. Call `pass_to` to let time pass."""
+    """Tracks which nodes are down or slow as time passes. Call `pass_to` to let it pass."""
 
     def __init__(self, settings: Settings, cluster: ClusterSpec):
         self.num_failures = 0
@@ -68,7 +68,7 @@ class Breakdowns:
         return failed, bool(failed) or has_changed
 
     def present(self) -> ClusterSpec:
-        """Return the cluster with the nodes marked that are down."""
+        """Return the cluster, with `state="down"` for the nodes that are down now."""
         if not (down := self.down):
             return self._cluster
         nodes = tuple(
@@ -78,7 +78,7 @@ class Breakdowns:
         return replace(self._cluster, nodes=nodes)
 
     def speeds(self, nodes_by_job: Mapping[str, Mapping[str, object]]) -> dict[str, float]:
-        """Return the share of the speed that slow nodes leave, for the jobs that have one."""
+        """Return the share of their speed that remains for jobs on slow nodes, by job, without the others."""
         if self.script is None:
             return {}
         left = {job: self.script.speed(nodes) for job, nodes in nodes_by_job.items()}

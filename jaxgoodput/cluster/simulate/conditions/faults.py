@@ -23,7 +23,7 @@ _NUM_NUMBERS = {"node": 2, "rack": 2, "slow": 3, "crash": 1, "cancel": 2, "check
 
 @dataclass(frozen=True, kw_only=True)
 class Outages:
-    """Independent failures and repairs; both times are exponentially distributed."""
+    """Failures that occur independently; the times until failure and until repair are exponential."""
 
     mean_between_s: float
     """Mean seconds from a repair to the next failure."""
@@ -57,7 +57,7 @@ class Slowdowns:
 
 @dataclass(frozen=True, kw_only=True)
 class Cancellations:
-    """Users who cancel their jobs, after an exponentially distributed time."""
+    """Users who cancel their jobs: the time until they do is exponentially distributed."""
 
     share: float
     """Share of the jobs that are cancelled, unless they are done in time."""
@@ -103,7 +103,7 @@ class Faults:
 
     @property
     def lose_work(self) -> bool:
-        """Whether anything makes a job fall back to a checkpoint."""
+        """Whether any of these faults makes a job fall back to a checkpoint."""
         return any(x is not None for x in (self.nodes, self.racks, self.mean_to_crash_s))
 
 
@@ -165,7 +165,7 @@ def _draws(seed: int, *what: str | int) -> np.random.Generator:
 def windows(
     rng: np.random.Generator, mean_between_s: float, mean_length_s: float
 ) -> Iterator[tuple[float, float]]:
-    """Yield (begin, end) of one interval after the other, without end."""
+    """Yield (begin, end), times in seconds, of random intervals one after the other, for ever."""
     end_s = 0.0
     while True:
         begin_s = end_s + float(rng.exponential(mean_between_s))
@@ -209,7 +209,7 @@ class IntervalTimeline:
 
 
 class FaultScript:
-    """The faults of one cluster over time. Call `pass_to` to let time pass; policies change nothing."""
+    """The faults of one cluster over time, the same for all policies. Call `pass_to` to let time pass."""
 
     def __init__(self, faults: Faults, nodes: Sequence[Node], seed: int):
         self._faults, self._seed = faults, seed
@@ -286,7 +286,10 @@ class FaultScript:
 
 
 def _racks(nodes: Sequence[Node], faults: Faults) -> Mapping[str, set[str]]:
-    """Return the nodes of every rack, if racks fail."""
+    """Return the names of the nodes of each rack; {} if racks do not fail.
+
+    Raises ValueError if a node has no label that names its rack.
+    """
     if faults.racks is None:
         return {}
     racks: dict[str, set[str]] = {}

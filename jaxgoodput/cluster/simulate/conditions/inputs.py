@@ -14,7 +14,7 @@ from jaxgoodput.specs import Allocation, Node
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The processors of nodes and their speed. Policies are not told.
+    """How fast the processors of nodes prepare samples for training. Policies are not told.
 
     Raises ValueError for impossible numbers.
     """

@@ -61,12 +61,15 @@ class RestartCosts:
                 )
 
     def seconds(self, change: Change, application: str, restart_s: float, new_shape: bool) -> float:
-        """Return the seconds of a change without the storage; `new_shape`: the job must compile."""
+        """Return the seconds that a change of devices takes, without moving checkpoints through the storage.
+
+        `new_shape` tells that the job must compile for a shape that it has not had before.
+        """
         compile_s = of_application(self.compile_s, application, "RestartCosts.compile_s")
         return getattr(self, change) * restart_s + (compile_s if new_shape else 0.0)
 
     def bytes(self, change: Change, application: str) -> float:
-        """Return the bytes that a change moves through the storage."""
+        """Return the bytes that a change of devices moves through the checkpoint storage; 0 without one."""
         if self.storage is None:
             return 0.0
         size = of_application(self.storage.state_bytes, application, "Storage.state_bytes")
@@ -89,7 +92,7 @@ def change_of(last: Shape | None, running: bool, new: Shape) -> Change:
 
 
 def of_application(values: Seconds, application: str, name: str) -> float:
-    """Return the value for an application. Raises ValueError if values by application lack it."""
+    """Return `values` if it is a number, else its entry for the application; ValueError if it has none."""
     if not isinstance(values, Mapping):
         return float(values)
     if application not in values:
@@ -102,25 +105,25 @@ def of_application(values: Seconds, application: str, name: str) -> float:
 
 @dataclass
 class SharedStorage:
-    """The jobs that are moving checkpoints. Each gets an even share, which grows when others finish."""
+    """The jobs that are moving checkpoints. The bandwidth is divided evenly among them."""
 
     bytes_per_s: float
     _left: dict[str, float] = field(default_factory=dict)  # bytes by job
     _now_s: float = 0.0
 
     def join(self, job: str, size_bytes: float, now_s: float) -> None:
-        """Start moving a job's checkpoint."""
+        """Let a job start to move a checkpoint of `size_bytes` through the storage."""
         self.leave(job, now_s)
         if size_bytes > 0:
             self._left[job] = size_bytes
 
     def leave(self, job: str, now_s: float) -> None:
-        """Stop moving a job's checkpoint."""
+        """Let a job no longer move its checkpoint, so that the others get its share of the bandwidth."""
         self._pass_to(now_s)
         self._left.pop(job, None)
 
     def left_s(self, now_s: float) -> dict[str, float]:
-        """Return the seconds until each checkpoint has been moved, if no other job joins."""
+        """Return, by job, the seconds until its checkpoint has been moved, if no other job joins."""
         self._pass_to(now_s)
         # Smallest first: until the smallest has been moved, all jobs share the bandwidth, then one fewer.
         found, passed_s, before = {}, 0.0, 0.0

@@ -16,7 +16,7 @@ def relative_speeds(
     nodes: Mapping[str, Node],
     breakdowns: Breakdowns,
 ) -> dict[str, float]:
-    """Return the speed of running jobs by id, relative to the speed alone; jobs that are absent have 1."""
+    """Return the speed of running jobs, by id, relative to an undisturbed job; for absent jobs it is 1."""
     speeds: dict[str, float] = {}
     if settings.interference:
         _interfere(speeds, running, settings.interference)
@@ -32,7 +32,7 @@ def relative_speeds(
 
 
 def _interfere(speeds: dict[str, float], running: Sequence[TrackedJob], share: float) -> None:
-    """Slow down the jobs on several nodes that meet another such job on a node."""
+    """Reduce, in `speeds`, the speeds of jobs on several nodes that share a node with another such job."""
     wide = [job for job in running if job.allocation.num_nodes > 1]
     guests = Counter(node for job in wide for node in job.allocation.devices)
     for job in wide:
@@ -46,7 +46,7 @@ def _feed(
     inputs: Inputs,
     nodes: Mapping[str, Node],
 ) -> None:
-    """Slow down the jobs that wait for their input to the speed at which it is prepared."""
+    """Reduce, in `speeds`, the speeds of jobs that wait for their samples to be prepared."""
     places = [(job.id, job.work.application, job.allocation) for job in running]
     rates = fed(inputs, nodes, places)
     for job in running:
@@ -56,7 +56,7 @@ def _feed(
 
 
 def _share_devices(speeds: dict[str, float], running: Sequence[TrackedJob]) -> None:
-    """Slow down the jobs that share their devices with others."""
+    """Reduce, in `speeds`, the speeds of jobs that run on the same devices as another job."""
     groups: dict[str, list[TrackedJob]] = {}
     for job in running:
         if job.allocation.share_group is not None:

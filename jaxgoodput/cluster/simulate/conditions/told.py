@@ -25,7 +25,7 @@ NEWCOMER_S = 60.0  # how long a hypothetical job has run on each kind of device
 
 
 def told_factor(deviation: float, seed: int, job: int, shape: Shape) -> float:
-    """Return the log-normal factor of a job's entry for a shape; its log has this standard deviation.
+    """Return the factor by which policies are told a wrong goodput; its log has this standard deviation.
 
     The same arguments give the same factor, in any order of calls. The normal draw behind it does not depend
     on the deviation.
@@ -42,7 +42,7 @@ def told_factor(deviation: float, seed: int, job: int, shape: Shape) -> float:
 
 
 class JobViews:
-    """Makes the `JobView`s that a policy sees."""
+    """Makes the `JobView`s: what a policy is told about simulated jobs, which may differ from the truth."""
 
     def __init__(self, settings: Settings, cluster: ClusterSpec):
         self._settings = settings
@@ -105,7 +105,7 @@ class JobViews:
         now_s: float,
         tenant_received_s: Mapping[str, float],
     ) -> JobView:
-        """Return the view of a hypothetical job that has run for a minute on each kind of device."""
+        """Return the `JobView` of a hypothetical new job; an adaptive one has run a minute on each kind."""
         work = truth.job(trace, self._settings, index)
         before = work.save()
         for kind in dict.fromkeys(kinds):
@@ -122,7 +122,7 @@ class JobViews:
 def _shared(
     job: TrackedJob, goodput: Mapping[Shape, float], active: Sequence[TrackedJob]
 ) -> dict[tuple[str, Shape], float]:
-    """Return a job's goodput beside each other job of its size, if that pair was measured."""
+    """Return a job's goodput on devices shared with each other job of its size, if it was measured."""
     size = job.work.spec.num_devices
     table = {}
     for other in active:

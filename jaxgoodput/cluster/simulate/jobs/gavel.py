@@ -18,7 +18,7 @@ from jaxgoodput.specs import Shape
 
 @dataclass(frozen=True)
 class GavelTruth:
-    """Creates rigid jobs, whose speed is looked up by (job type, number of devices)."""
+    """Creates jobs of fixed size, whose speeds are in Gavel's tables by (job type, number of devices)."""
 
     throughputs: Throughputs
 
@@ -29,7 +29,8 @@ class GavelTruth:
         """
         if trace.num_steps is None:
             raise ValueError(
-                f"job {trace.id!r} has no number of steps; only lines of a Gavel trace have one."
+                f"job {trace.id!r} has no number of steps; only lines of a Gavel trace have one. "
+                "Name such a trace."
             )
         key = trace.application, trace.num_devices
         speeds = {
@@ -68,20 +69,20 @@ class GavelJob:
 
     @property
     def done(self) -> bool:
-        """Whether all steps are done."""
+        """Whether the job has done all of its steps."""
         return self._left <= 0
 
     @property
     def largest_profiled(self) -> int:
-        """The only size of the job, once it has run."""
+        """The job's number of devices once it has run, 0 before."""
         return self._trace.num_devices if self._ran else 0
 
     def place(self, kind: str, counts: Counts) -> None:
-        """Continue on that kind; the placement does not matter."""
+        """Continue on this kind of device; `counts` (devices per node) does not change the speed."""
         self._kind, self._ran = kind, self._ran or bool(counts)
 
     def advance(self, seconds: float, speed: float = 1.0) -> float:
-        """Work for at most `seconds`; as published, only whole steps count if `Settings.rounding` is set."""
+        """Make progress for at most `seconds`; only by whole steps if `Settings.rounding` is set."""
         rate = self._speeds[self._kind] * speed
         if self._left <= rate * seconds:
             used = self._left / rate
@@ -92,16 +93,16 @@ class GavelJob:
         return seconds
 
     def next_stop(self, seconds: float, speed: float = 1.0) -> float | None:
-        """Return when the job finishes, if within `seconds`."""
+        """Return after how many seconds the job finishes; None if that is more than `seconds`."""
         needed = self._left / (self._speeds[self._kind] * speed)
         return needed if needed <= seconds else None
 
     def samples_per_s(self) -> float:
-        """Return the steps per second: the samples of a step are not known."""
+        """Return the job's steps per second, as it is not known how many samples a step has."""
         return self._speeds[self._kind]
 
     def goodput(self, shapes: tuple[Shape, ...]) -> Mapping[Shape, float]:
-        """Return the steps per second on every shape of the job's size."""
+        """Return the steps per second by shape, for the shapes that have the job's number of devices."""
         if self._offered[0] is not shapes:
             size = self._trace.num_devices
             table = {s: self._speeds.get(s.kind, 0.0) for s in shapes if s.num_devices == size}
@@ -109,19 +110,19 @@ class GavelJob:
         return self._offered[1]
 
     def remaining(self) -> float:
-        """Return the steps left."""
+        """Return the number of steps that are left."""
         return self._left
 
     def save(self) -> float:
-        """Return the steps left."""
+        """Return a checkpoint for `restore`: the number of steps that are left."""
         return self._left
 
     def restore(self, saved: float) -> None:
-        """Fall back to that number of steps left."""
+        """Go back to a checkpoint that `save` returned: the number of steps that were left."""
         self._left = saved
 
     def isolated_s(self, kind: str, counts: Counts) -> float:
-        """Return the seconds of all steps; with too few devices, the job gets a part of the time."""
+        """Return the seconds of all steps on these devices alone; with too few, it runs part of the time."""
         if kind not in self._speeds:
             return math.inf
         share = min(1.0, sum(counts) / self._trace.num_devices)

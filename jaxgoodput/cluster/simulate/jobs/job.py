@@ -16,11 +16,11 @@ from jaxgoodput.specs import JobSpec, Shape
 
 @runtime_checkable
 class SimulatedJob(Protocol):
-    """One job: its true speed, and what it has measured so far."""
+    """A simulated job: how fast it truly is, and what it has measured of itself so far."""
 
     @property
     def spec(self) -> JobSpec:
-        """The request of the job's user."""
+        """The job's spec, as its user would submit it."""
         ...
 
     @property
@@ -30,7 +30,7 @@ class SimulatedJob(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether all work is done."""
+        """Whether the job has done all of its work."""
         ...
 
     @property
@@ -39,15 +39,15 @@ class SimulatedJob(Protocol):
         ...
 
     def place(self, kind: str, counts: Counts) -> None:
-        """Continue on `counts` devices per node; no work is lost."""
+        """Run on these devices of a kind from now on, `counts` per node; no work is lost."""
         ...
 
     def advance(self, seconds: float, speed: float = 1.0) -> float:
-        """Work for at most `seconds`; return the seconds used, fewer only if the job finished."""
+        """Make progress for at most `seconds`; return the seconds used, fewer only if the job finished."""
         ...
 
     def next_stop(self, seconds: float, speed: float = 1.0) -> float | None:
-        """Return when the job may finish, if within `seconds`; the job does not change.
+        """Return after how many seconds the job may finish; None if that is more than `seconds`.
 
         The time may be early. The simulator advances the job in such pieces, and so finds its end exactly.
         """
@@ -66,15 +66,15 @@ class SimulatedJob(Protocol):
         ...
 
     def save(self) -> Any:
-        """Return a checkpoint of the work done, for `restore`."""
+        """Return a checkpoint of the work done, to be given to `restore`."""
         ...
 
     def restore(self, saved: Any) -> None:
-        """Fall back to a checkpoint. Measurements are kept."""
+        """Go back to a checkpoint that `save` returned. What the job has measured is kept."""
         ...
 
     def isolated_s(self, kind: str, counts: Counts) -> float:
-        """Return the seconds of the whole job alone on that placement, at its best batch size."""
+        """Return the seconds that the whole job takes alone on these devices, at its best batch size."""
         ...
 
     def beside(self, other: "SimulatedJob", kind: str) -> float | None:

@@ -45,7 +45,7 @@ def split(
 
 @dataclass(frozen=True)
 class Configurations:
-    """The configurations to choose from on some placements; arrays are `[placements, batches]`."""
+    """The configurations that a job could use on some placements; arrays are `[placements, batches]`."""
 
     at: Placement  # num_nodes and num_replicas, [placements, 1]
     micro: np.ndarray  # samples per device and micro-batch
@@ -61,7 +61,10 @@ def configurations(
     limits: tuple[int, int],
     batch: int | None = None,
 ) -> Configurations:
-    """Return AdaptDL's configurations on every placement; if `batch` is given, only that global batch."""
+    """Return the configurations that AdaptDL could choose on each placement (nodes, devices).
+
+    If `batch` is given, only this global batch is allowed.
+    """
     base, most = application.base_batch, application.max_batch
     low, high = limits
     replicas = np.asarray(devices, np.int64)[:, None]
@@ -87,7 +90,7 @@ def configurations(
 
 @dataclass(frozen=True)
 class Learner:
-    """Cached fits and searches of one application on one kind of device, by measurements."""
+    """Fits time models and finds good configurations for one application on one kind; caches both."""
 
     application: Application
     kind: str
@@ -97,7 +100,7 @@ class Learner:
     _isolated: dict = field(default_factory=dict, repr=False, compare=False)
 
     def fit(self, profile: Profile) -> PerfParams:
-        """Return the time model that fits the measurements, with AdaptDL's priors."""
+        """Return the model of step times that fits a job's measurements, with AdaptDL's priors."""
         key = frozenset(profile.items())
         if key not in self._fits:
             rows = sorted(profile.items())
@@ -150,7 +153,7 @@ class Learner:
     def choose(
         self, perf: PerfParams, grad: GradParams, nodes: int, devices: int
     ) -> tuple[int, int]:
-        """Return (samples per device and micro-batch, number of micro-batches) of the highest goodput."""
+        """Return (samples per device and micro-batch, number of micro-batches) with the highest goodput."""
         place = ((nodes, devices),)
         best = int(np.argmax(self.goodput(perf, grad, place, None)[0]))
         found = self.configurations(place, None)

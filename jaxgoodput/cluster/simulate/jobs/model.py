@@ -39,7 +39,7 @@ class ModelApplication:
     """Number of equal parts of the work; the noise is constant within each."""
 
     def model(self, kind: str, phase: int) -> GoodputModel:
-        """Return the true model on a kind during a phase."""
+        """Return the true model of speed and gradient noise on a kind of device during a training phase."""
         share = phase / max(self.num_phases - 1, 1)
         grad = GradParams(
             sqr=self.first.sqr ** (1 - share) * self.last.sqr**share,
@@ -128,7 +128,7 @@ class ModelTruth:
 
 
 class ModelJob:
-    """A job of `ModelTruth`; see `SimulatedJob`."""
+    """A simulated job whose true speed follows a model, which may differ between phases of training."""
 
     def __init__(
         self, trace: TraceJob, settings: Settings, truth: ModelTruth, rng: np.random.Generator
@@ -152,7 +152,7 @@ class ModelJob:
 
     @property
     def done(self) -> bool:
-        """Whether all samples are done."""
+        """Whether the job has done all of its useful samples."""
         return self._done >= self._total
 
     @property
@@ -167,7 +167,7 @@ class ModelJob:
         return min(int(share * self._app.num_phases + 1e-9), self._app.num_phases - 1)
 
     def place(self, kind: str, counts: Counts) -> None:
-        """Continue on `counts` devices per node."""
+        """Run on these devices of a kind from now on, `counts` per node."""
         self._kind, self._counts = kind, tuple(counts)
 
     def _true_goodput(
@@ -180,7 +180,7 @@ class ModelJob:
         return self._settings.slowdown.get(self.application, 1.0)
 
     def _rate(self, phase: int) -> float:
-        """Return the useful samples/s on the current devices."""
+        """Return the true useful samples/s on the current devices. Raises ValueError if it is 0."""
         rate = self._true_goodput(self._kind, phase, ((len(self._counts), sum(self._counts)),))[0]
         if not rate > 0:
             raise ValueError(
@@ -191,7 +191,7 @@ class ModelJob:
         return float(rate) / self._slowdown
 
     def advance(self, seconds: float, speed: float = 1.0) -> float:
-        """Work for at most `seconds`, phase by phase."""
+        """Make progress for at most `seconds`, phase by phase."""
         self._largest = max(self._largest, sum(self._counts))
         left = seconds
         while left > 0 and not self.done:
@@ -208,7 +208,7 @@ class ModelJob:
         return seconds - left
 
     def next_stop(self, seconds: float, speed: float = 1.0) -> float | None:
-        """Return when the job finishes, if within `seconds`."""
+        """Return after how many seconds the job finishes; None if that is more than `seconds`."""
         # The phases make the speed a step function of the work, so trying is simpler than solving.
         before = self._done, self._largest
         used = self.advance(seconds, speed)
@@ -217,7 +217,7 @@ class ModelJob:
         return used if finished else None
 
     def samples_per_s(self) -> float:
-        """Return the samples per second on the current devices, including useless ones."""
+        """Return the samples processed per second on the current devices, useful ones or not."""
         phase = self._phase
         place = len(self._counts), sum(self._counts)
         worth = self._truth.efficiency(self.application, self._kind, phase, place, self._batch)
@@ -242,7 +242,7 @@ class ModelJob:
         return self._offered[1]
 
     def _limit(self) -> int:
-        """Return the largest size that the job may be offered."""
+        """Return the most devices to offer the job: limited growth beyond the most that it has run on."""
         growth, most = self._settings.growth, self.spec.max_devices
         if growth is None or self._batch is not None:
             return most
@@ -264,15 +264,15 @@ class ModelJob:
         return self._total - self._done if declared else None
 
     def save(self) -> float:
-        """Return the useful samples done."""
+        """Return a checkpoint for `restore`: the number of useful samples done."""
         return self._done
 
     def restore(self, saved: float) -> None:
-        """Fall back to that number of samples done."""
+        """Go back to a checkpoint that `save` returned: the number of useful samples done."""
         self._done = saved
 
     def isolated_s(self, kind: str, counts: Counts) -> float:
-        """Return the seconds of the whole job alone on that placement, at its best batch size."""
+        """Return the seconds that the whole job takes alone on these devices, at its best batch size."""
         places = ((len(counts), sum(counts)),)
         num_phases, total = self._app.num_phases, 0.0
         for phase in range(num_phases):
@@ -281,5 +281,5 @@ class ModelJob:
         return total * self._slowdown
 
     def beside(self, other: SimulatedJob, kind: str) -> float | None:
-        """Return None: the model does not cover shared devices."""
+        """Return None: unknown speed, as the model does not cover jobs that share devices."""
         return None

@@ -23,7 +23,7 @@ FASTER_YET = 8.0
 
 @dataclass(frozen=True)
 class TableTruth:
-    """Creates jobs with the speeds of the measured tables of Pollux or Sia."""
+    """Creates jobs whose speeds are read from the tables that Pollux or Sia measured."""
 
     applications: Mapping[str, Application]
     _learners: dict = field(default_factory=dict, repr=False, compare=False)
@@ -46,7 +46,7 @@ class TableTruth:
 
 
 class TableJob:
-    """A job of `TableTruth`; see `SimulatedJob`."""
+    """A simulated job whose speed and gradient noise are read from published measurements."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class TableJob:
         return sum(self._counts) * self._micro * self._count
 
     def place(self, kind: str, counts: Counts) -> None:
-        """Continue on `counts` devices per node, with a new batch size."""
+        """Run on these devices of a kind from now on, `counts` per node, and choose the batch size anew."""
         self._kind, self._counts, self._chosen = kind, tuple(counts), None
         if counts:
             self._choose_batch()
@@ -123,7 +123,7 @@ class TableJob:
         return self._perf[kind]
 
     def _rate(self) -> float:
-        """Return the current base steps per second, by the tables."""
+        """Return the current progress per second in base steps, by the tables."""
         batch = self.global_batch_size
         sqr, var = self._app.runs.moments(batch, self._epoch)
         worth = (var + sqr) / (var * self._app.base_batch / batch + sqr)
@@ -139,7 +139,7 @@ class TableJob:
         return self._settings.slowdown.get(self.application, 1.0)
 
     def _observe(self) -> None:
-        """Measure the current configuration: its times once, its gradient moments every time."""
+        """Let the job measure its current configuration: times only once, gradient moments every time."""
         key = len(self._counts), sum(self._counts), self._micro
         profile = self._profiles.setdefault(self._kind, {})
         if key not in profile:
@@ -155,7 +155,7 @@ class TableJob:
         return math.exp(deviation * self._rng.standard_normal()) if deviation else 1.0
 
     def advance(self, seconds: float, speed: float = 1.0) -> float:
-        """Work for at most `seconds`, epoch by epoch, by the published rule."""
+        """Make progress for at most `seconds`, epoch by epoch, as the published simulators do."""
         left = seconds
         while left > 0 and not self.done:
             self._observe()
@@ -175,7 +175,7 @@ class TableJob:
         return seconds - left
 
     def next_stop(self, seconds: float, speed: float = 1.0) -> float | None:
-        """Return when the current epoch ends, if the whole job might end within `seconds`."""
+        """Return after how many seconds the current epoch ends, if the job might finish within `seconds`."""
         runs = self._app.runs
         if self.done or not self._counts:
             return None
@@ -209,7 +209,7 @@ class TableJob:
         return self._offered[1]
 
     def _limit(self) -> int:
-        """Return the largest size that the job may be offered."""
+        """Return the most devices to offer the job: limited growth beyond the most that it has measured."""
         growth, most = self._settings.growth, self.spec.max_devices
         if growth is None:
             return most
@@ -236,7 +236,7 @@ class TableJob:
         return {s: float(g) for s, g in zip(offered, best, strict=True) if g > 0}
 
     def _single(self, kind: str) -> float:
-        """Return the samples/s of one device at its largest micro-batch."""
+        """Return the samples/s on one device of a kind, with the largest micro-batch that fits there."""
         steps, size = self._app.steps[kind], self._app.limits(kind)[1]
         return size / steps.times((1,), size)[0]
 
@@ -280,18 +280,18 @@ class TableJob:
         return float(runs.epoch_ends[-1] - self._progress) * self._app.base_batch
 
     def save(self) -> tuple[int, float]:
-        """Return the epoch and the base steps done."""
+        """Return a checkpoint for `restore`: the current epoch, and the base steps done."""
         return self._epoch, self._progress
 
     def restore(self, saved: tuple[int, float]) -> None:
-        """Fall back to that epoch and those base steps."""
+        """Go back to a checkpoint that `save` returned: the epoch, and the base steps done."""
         self._epoch, self._progress = saved
         self._chosen = None
 
     def isolated_s(self, kind: str, counts: Counts) -> float:
-        """Return the seconds of the whole job alone on that placement, at its best batch size."""
+        """Return the seconds that the whole job takes alone on these devices, at its best batch size."""
         return self._learners[kind].isolated_s(counts, self._batch) * self._slowdown
 
     def beside(self, other: SimulatedJob, kind: str) -> float | None:
-        """Return None: these applications were not measured on shared devices."""
+        """Return None: unknown speed, as these applications were not measured on shared devices."""
         return None

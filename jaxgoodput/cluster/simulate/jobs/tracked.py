@@ -21,7 +21,7 @@ from jaxgoodput.specs import Allocation, ClusterSpec, Shape
 
 @dataclass
 class RestartState:
-    """The restarts of one job: the current one, and those before it."""
+    """The restarts of one job: the one in progress, and numbers about earlier ones."""
 
     left_s: float = 0.0
     """Seconds until the job works again; 0 = it is not restarting."""
@@ -39,7 +39,7 @@ class RestartState:
     """Shapes that the job's program has been compiled for."""
 
     def begin(self, seconds: float) -> None:
-        """Let the job restart for the next `seconds`, in which it makes no progress."""
+        """Begin a restart that takes `seconds`, in which the job makes no progress."""
         self.left_s = self.total_s = seconds
 
     def cancel(self) -> None:
@@ -47,7 +47,7 @@ class RestartState:
         self.left_s, self.total_s = 0.0, None
 
     def wait(self, seconds: float) -> float:
-        """Let time pass; return the seconds that the restart used of it."""
+        """Let `seconds` pass; return how many of them the restart took up."""
         used = min(self.left_s, seconds)
         self.left_s -= used
         if self.total_s is not None and self.left_s <= 0.0:
@@ -57,7 +57,7 @@ class RestartState:
 
 
 class RestartModel:
-    """The cost of restarts in one simulation; owns the storage that restarting jobs share."""
+    """Decides how long the restarts of a simulation take; owns the storage that restarting jobs share."""
 
     def __init__(self, settings: Settings):
         self._settings = settings
@@ -66,13 +66,13 @@ class RestartModel:
         self._traffic = None if storage is None else SharedStorage(storage.bytes_per_s)
 
     def seconds(self, job: "TrackedJob", change: Change, new_shape: bool = False) -> float:
-        """Return the seconds of a change of devices, without the storage."""
+        """Return the seconds that a change of devices takes the job, without moving its checkpoint."""
         application = job.work.application
         restart_s = self._settings.restart_of(application)
         return self._costs.seconds(change, application, restart_s, new_shape)
 
     def begin(self, job: "TrackedJob", was_running: bool, now_s: float) -> None:
-        """Start the restart of a job on the devices that it has just been given."""
+        """Let a job begin its restart on the devices that it has just been given."""
         state = job.restart
         shape = Shape(job.kind, job.allocation.num_nodes, job.allocation.num_devices)
         change = change_of(state.shape, was_running, shape)
@@ -84,12 +84,12 @@ class RestartModel:
             state.after_storage_s = state.left_s
 
     def leave(self, job: "TrackedJob", now_s: float) -> None:
-        """Stop moving a job's checkpoint, if it is on its way."""
+        """Let a job no longer move its checkpoint through the shared storage, if it still does."""
         if self._traffic is not None:
             self._traffic.leave(job.id, now_s)
 
     def share_storage(self, jobs: Sequence["TrackedJob"], now_s: float) -> None:
-        """Update the restarts that wait for the storage, after jobs have joined or left it."""
+        """Update how long restarts that wait for the storage last, after jobs have joined or left it."""
         if self._traffic is None:
             return
         left_s = self._traffic.left_s(now_s)
@@ -183,7 +183,7 @@ class TrackedJob:
     def place(
         self, allocation: Allocation, kind: str, now_s: float, restarts: RestartModel
     ) -> bool:
-        """Give the job these devices; return whether they differ from its current ones, and are not none."""
+        """Give the job these devices, perhaps none; return whether it begins a restart on new ones."""
         if dict(allocation.devices) == dict(self.allocation.devices):
             self.allocation = allocation  # its generation or share group may differ
             return False
@@ -204,11 +204,11 @@ class TrackedJob:
         return True
 
     def save(self, now_s: float) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint of the simulated work, to which the job falls back if a node fails."""
         self.checkpoint = now_s, self.work.save()
 
     def finish(self, at_s: float) -> None:
-        """End the job."""
+        """Note that the job ended at the time `at_s`, and close its last interval on devices."""
         self.finish_s = at_s
         self._close_interval(at_s)
 
@@ -220,7 +220,7 @@ class TrackedJob:
             )
 
     def record(self, cluster: ClusterSpec) -> JobRecord:
-        """Return the record of the job, which must have finished."""
+        """Return what happened to the job, which must have finished, as a `JobRecord`."""
         assert self.finish_s is not None  # the simulation runs until all are done
         prices, spec = cluster.price_per_hour, self.work.spec
         return JobRecord(
