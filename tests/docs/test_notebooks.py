@@ -60,7 +60,7 @@ def test_the_command_makes_them_anew_and_always_the_same(tmp_path, capsys):
     notebooks.main([str(tmp_path), "quickstart", "lora"])
     assert before == [(tmp_path / f"{name}.ipynb").read_bytes() for name in ("quickstart", "lora")]
     assert len(list(tmp_path.iterdir())) == 2
-    assert json.loads(before[1])["cells"][0]["source"].startswith("# lora\n\nFine-tunes what")
+    assert json.loads(before[1])["cells"][0]["source"].startswith("# lora\n\nFine-tunes the model")
     with pytest.raises(SystemExit):
         notebooks.main([str(tmp_path), "no_such"])
     assert "no example 'no_such'" in capsys.readouterr().err
