@@ -279,7 +279,7 @@ def _entry(norm: float, num_leaves: int) -> float:
 
 
 def _small(params: PyTree, value: float) -> PyTree:
-    """Return a tree whose leaves hold `value` once, with the rank of their parameter: masks may read it."""
+    """Return a tree like `params` whose leaves hold only `value`, in the rank that masks may ask for."""
 
     def leaf(x: Any) -> Array:
         return jnp.full((1,) * len(x.shape), value, x.dtype)

@@ -186,7 +186,7 @@ def _perf(family: Family, speed: float) -> PerfParams:
 
 
 def _median_steps(family: Family) -> int:
-    """Return the base steps of the median job: its hours on one device of speed 1."""
+    """Return the base steps of the family's median job: its hours over one step's time on one device."""
     seconds = fixed_step_s(_perf(family, 1.0), family.limits, 1, 1, family.limits.base)
     assert seconds is not None  # FAMILIES' own numbers allow their base batch
     return max(round(family.median_h * 3600.0 / seconds), 1)

@@ -123,7 +123,7 @@ class LastBatch:
             self.start.run.decisions.meet(f"the last batch, step {now.step}")
 
     def _programs(self, num_samples: int) -> tuple[Callable[[], Program], ...]:
-        """Return what a last batch of `num_samples` needs besides the programs of the batch in use."""
+        """Return functions that compile what the last, smaller batch needs; empty if nothing is missing."""
         now = self.start.now
         micro, replicas = now.batch.micro_batch_size, now.batch.num_replicas
         if now.engine.layout.strategy.stage > 1:

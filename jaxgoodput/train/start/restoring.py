@@ -139,7 +139,7 @@ class Restorer:
 def _require_same_data(
     meta: CheckpointMeta, data: Fingerprint, config: Config, where: Place
 ) -> None:
-    """Refuse, in all processes, a checkpoint that was written with other data or another base batch."""
+    """Refuse a checkpoint of other data or another base batch, in all processes; warn only if that is allowed."""
     changed = []
     difference = None if meta.data is None else meta.data.difference(data)
     if difference is not None:
