@@ -139,7 +139,7 @@ class Restorer:
 def _require_same_data(
     meta: CheckpointMeta, data: Fingerprint, config: Config, where: Place
 ) -> None:
-    """Refuse a checkpoint of other data or another base batch, in all processes; warn only if that is allowed."""
+    """Refuse, in all processes, a checkpoint of other data or another base batch; warn only if allowed."""
     changed = []
     difference = None if meta.data is None else meta.data.difference(data)
     if difference is not None:
