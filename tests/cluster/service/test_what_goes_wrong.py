@@ -123,7 +123,7 @@ def test_a_journal_that_is_damaged_is_refused_and_repaired_by_a_command(tmp_path
         services.submit(service.client(), services.submission("a"))
         services.submit(service.client(), services.submission("b"))
     with sqlite3.connect(service.folder / "journal.db") as connection:
-        asked = """select seq from events where kind = 'Submitted' and body like '%"b"%'"""
+        asked = """select seq from events where kind = 'JobSubmitted' and body like '%"b"%'"""
         (place,) = connection.execute(asked).fetchone()
         connection.execute("update events set body = 'x' where seq = ?", (place,))
     connection.close()
