@@ -181,7 +181,7 @@ def check_same(alone, end, steps, epochs, *settings):
 
 
 def test_one_four_two_three_processes(tmp_path, alone):
-    epochs = 40
+    epochs = 80
     with Cluster(
         tmp_path / "job",
         epochs=epochs,
