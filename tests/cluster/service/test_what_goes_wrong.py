@@ -130,7 +130,7 @@ def test_a_journal_that_is_damaged_is_refused_and_repaired_by_a_command(tmp_path
     arguments = ("serve", "--folder", str(service.folder), "--local", "0", "--port", "0")
     code, said = real_jobs.fails(*arguments)
     assert code == 2 and f"from position {place} on" in said and "--repair" in said
-    assert f"before place {place} are kept" in service.run("serve", "--repair")
+    assert f"before position {place} are kept" in service.run("serve", "--repair")
     with service:
         found = service.client().call("GET", "jobs", type_=JobList).jobs
         assert [job.id for job in found] == ["a"]
