@@ -33,7 +33,7 @@ class Saver:
     ledger: TimeLedger
     clock: Clock
     done: Callable[[], int]
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def save(self, *, wait: bool = False) -> str | None:
         """Save the last step; returns what went wrong with this checkpoint, or the one before it.
