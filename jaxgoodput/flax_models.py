@@ -20,11 +20,13 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from flax.core import DenyList
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from jaxgoodput.engine.state import Variables
+from jaxgoodput.engine.state import SownState, Variables
 from jaxgoodput.parallel.partition import path_name
 from jaxgoodput.parallel.strategy import MODEL_AXES
 
@@ -51,6 +53,8 @@ def from_linen(
     predict_kwargs: Mapping[str, Any] | None = None,
     random: tuple[str, ...] = ("dropout",),
     axes: Axes | None = None,
+    sown: tuple[str, ...] = (),
+    summed: tuple[str, ...] = (),
 ) -> Model:
     """Make pure functions of a linen module. Collections other than `params` are its mutable state.
 
@@ -60,6 +64,12 @@ def from_linen(
     Metadata of `nn.with_partitioning` and `nn.with_logical_partitioning` becomes `Variables.specs`. `axes`
     maps each logical name to "fsdp", "tensor" or None. `init` raises ValueError if a name is missing in
     `axes`, or if two dimensions of a parameter get the same axis.
+
+    Values that the module sows (`self.sow`), such as the auxiliary losses of a mixture of experts, belong to
+    one call and are not part of the state. `train` returns them beside the state, by collection:
+    `out, model_state = model.train(...)`, then `model_state["losses"]`. Collections to which the module sows
+    with a `reduce_fn` of its own cannot be told from state; name them in `sown`. `summed` names what becomes
+    `Variables.summed`.
     """
     known = _checked(axes)
     in_training, in_prediction = dict(train_kwargs or {}), dict(predict_kwargs or {})
@@ -71,21 +81,28 @@ def from_linen(
         first, rest = jax.random.split(key)
         with nn.intercept_methods(_dense_without_mesh):
             variables = module.init({"params": first, **keys(rest)}, *inputs, **in_prediction)
+            variables = _without_sown(module, variables, sown, inputs, in_prediction, keys(rest))
         specs = _linen_specs(variables["params"], known)
         variables = dict(nn.unbox(variables))
         params = variables.pop("params")
-        return Variables(params=params, model_state=variables, specs=specs)
+        return Variables(params=params, model_state=variables, specs=specs, summed=summed)
 
     def train(params: PyTree, model_state: PyTree, key: Array, *inputs: Any) -> tuple[Any, PyTree]:
-        with nn.intercept_methods(_dense_without_mesh):
-            out, updated = module.apply(
-                {"params": params, **model_state},
+        def apply(collections: Any) -> tuple[Any, Any]:
+            return module.apply(
+                {"params": params, **collections},
                 *inputs,
                 **in_training,
                 rngs=keys(key),
-                mutable=list(model_state),
+                mutable=DenyList(("params", "perturbations")),
             )
-        return out, {**model_state, **updated}
+
+        with nn.intercept_methods(_dense_without_mesh):
+            out, updated = apply(model_state)
+            found = sorted(updated.keys() - model_state.keys())
+            _require_sown(apply, updated, set(found) - {"intermediates", *sown})
+        whole = {**model_state, **updated}
+        return out, SownState(whole, [(name,) for name in found]) if found else whole
 
     def predict(params: PyTree, model_state: PyTree, *inputs: Any) -> Any:
         with nn.intercept_methods(_dense_without_mesh):
@@ -99,6 +116,8 @@ def from_nnx(
     *,
     random: tuple[str, ...] = ("dropout",),
     axes: Axes | None = None,
+    sown: tuple[type[nnx.Variable], ...] = (),
+    summed: tuple[str, ...] = (),
 ) -> Model:
     """Make pure functions of an nnx module, from the function that creates it.
 
@@ -110,6 +129,11 @@ def from_nnx(
 
     Metadata (`nnx.with_partitioning`, `nnx.Param(..., out_sharding=...)`) becomes `Variables.specs`; `axes`
     and errors are the same as for `from_linen`. The module is created without a mesh: the trainer places it.
+
+    Values that the module sows (`self.sow`) belong to one call and are not part of the state. `train` returns
+    them beside the state, at the path of the module that sowed them, such as `model_state["moe"]["loss"]`.
+    `sown` names their types, such as `nnx.Intermediate`, for `nnx.capture`; without it, flax warns that
+    sowing outside of `capture` is deprecated. `summed` names what becomes `Variables.summed`.
     """
     known = _checked(axes)
 
@@ -128,6 +152,7 @@ def from_nnx(
             params=nnx.to_pure_dict(params),
             model_state=nnx.to_pure_dict(rest),
             specs=_nnx_specs(params, known),
+            summed=summed,
         )
 
     def build(params: PyTree, model_state: PyTree, key: Array) -> Any:
@@ -144,9 +169,15 @@ def from_nnx(
     def train(params: PyTree, model_state: PyTree, key: Array, *inputs: Any) -> tuple[Any, PyTree]:
         model = build(params, model_state, key)
         model.train()
-        out = model(*inputs)
+        captured: Any = ()
+        if sown:
+            out, *captured = nnx.capture(model, *sown)(*inputs)
+        else:
+            out = model(*inputs)
         *_, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
-        return out, nnx.to_pure_dict(rest)
+        found = nnx.to_pure_dict(nnx.merge_state(rest, *captured))
+        new = sorted(_paths(found) - _paths(model_state), key=str)
+        return out, SownState(found, new) if new else found
 
     def predict(params: PyTree, model_state: PyTree, *inputs: Any) -> Any:
         model = build(params, model_state, jax.random.key(0))
@@ -154,6 +185,59 @@ def from_nnx(
         return model(*inputs)
 
     return Model(init=init, train=train, predict=predict)
+
+
+def _without_sown(
+    module: nn.Module,
+    variables: Mapping[str, Any],
+    sown: tuple[str, ...],
+    inputs: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    rngs: Mapping[str, Array],
+) -> dict[str, Any]:
+    """Return the variables without collections that the module sows to: they grow with every call."""
+    names = [name for name in variables if name not in ("params", *sown)]
+    grown: set[str] = set()
+    if names:
+        again = jax.eval_shape(
+            lambda given: module.apply(given, *inputs, **kwargs, rngs=rngs, mutable=names)[1],
+            dict(variables),
+        )
+        grown = {name for name in names if not _is_like(variables[name], again.get(name))}
+    return {name: x for name, x in variables.items() if name not in grown and name not in sown}
+
+
+def _require_sown(
+    apply: Callable[[Any], tuple[Any, Any]], updated: Mapping[str, Any], names: Iterable[str]
+) -> None:
+    """Raise ValueError if one of these collections, which `init` did not make, is not sowed to."""
+    if not (names := sorted(names)):
+        return
+    again = jax.eval_shape(lambda given: apply(given)[1], dict(updated))
+    kept = [name for name in names if _is_like(updated[name], again.get(name))]
+    if kept:
+        raise ValueError(
+            f"the module makes the collection {kept[0]!r} in training, and init() did not. If the module "
+            f"sows to it with a reduce_fn, write from_linen(..., sown={tuple(kept)!r}). If it is state, it "
+            "would begin anew with every call: create it in init(), whatever predict_kwargs say."
+        )
+
+
+def _is_like(one: PyTree, other: PyTree) -> bool:
+    """Return whether two trees have the same structure, shapes and types."""
+    if jax.tree.structure(one) != jax.tree.structure(other):
+        return False
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(jnp.shape(a) == b.shape and jnp.result_type(a) == b.dtype for a, b in pairs)
+
+
+def _paths(tree: Mapping[Any, Any], before: tuple[Any, ...] = ()) -> set[tuple[Any, ...]]:
+    """Return the paths of a nested dict's values, which may be trees themselves."""
+    found = set()
+    for name, value in tree.items():
+        path = (*before, name)
+        found |= _paths(value, path) if isinstance(value, Mapping) else {path}
+    return found
 
 
 def _dense_without_mesh(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:

@@ -379,3 +379,80 @@ def test_metadata_of_nnx_constrains_nothing_under_a_mesh(key, x, stack):
     expected = model.predict(made.params, made.model_state, x)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     assert "sharding_constraint" not in text
+
+
+# -- values that a call sows ---------------------------------------------------------------------------
+
+
+class Sowing(nn.Module):
+    """Sows one number and one value per sample, and has a running mean."""
+
+    options: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x))
+        self.sow("losses", "size", jnp.mean(x**2), **(self.options or {}))
+        self.sow("per_sample", "size", jnp.mean(x**2, axis=-1))
+        self.sow("intermediates", "x", x)
+        return x
+
+
+class NnxSowing(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(FEATURES, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.norm(self.inner(x))
+        self.sow(nnx.Intermediate, "size", jnp.mean(x**2))
+        return x
+
+
+SUMS = {"reduce_fn": jnp.add, "init_fn": lambda: 0.0}
+
+
+@pytest.mark.parametrize("options", [{}, SUMS], ids=["default", "reduce_fn"])
+def test_what_linen_sows_belongs_to_one_call(key, x, options):
+    module = Sowing(options=options)
+    model = from_linen(module, sown=("losses",) if options else ())
+    variables = model.init(key, x[:1])
+    assert set(variables.model_state) == {"batch_stats"}
+    state: Any = variables.model_state
+    for _ in range(3):
+        out, found = model.train(variables.params, state, key, x)
+        wanted, others = module.apply(
+            {"params": variables.params, **state},
+            x,
+            mutable=["losses", "per_sample", "batch_stats"],
+        )
+        np.testing.assert_array_equal(out, wanted)
+        for name in ("losses", "per_sample", "batch_stats"):
+            assert jax.tree.all(jax.tree.map(np.array_equal, found[name], others[name]))
+        state = found.kept
+        assert set(state) == {"batch_stats"}
+
+
+def test_what_nnx_sows_belongs_to_one_call(key, x):
+    model = from_nnx(NnxSowing, sown=(nnx.Intermediate,))
+    variables = model.init(key)
+    state: Any = variables.model_state
+    for _ in range(3):
+        out, found = model.train(variables.params, state, key, x)
+        np.testing.assert_allclose(found["size"][0], np.mean(np.asarray(out) ** 2), rtol=1e-6)
+        state = found.kept
+        assert jax.tree.structure(state) == jax.tree.structure(variables.model_state)
+
+
+def test_state_that_only_training_makes_is_refused(key, x):
+    class Late(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            if train:
+                self.variable("late", "count", lambda: jnp.zeros(()))
+            return nn.Dense(4)(x)
+
+    model = from_linen(Late(), train_kwargs={"train": True}, predict_kwargs={"train": False})
+    variables = model.init(key, x)
+    with pytest.raises(ValueError, match="the collection 'late' in training"):
+        model.train(variables.params, variables.model_state, key, x)

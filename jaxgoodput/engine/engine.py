@@ -427,9 +427,15 @@ class Engine:
     def _loss_checks(self) -> LossChecks:
         return LossChecks(self.programs.problem, self.layout)
 
-    def couples_samples(self, state: TrainState, four: PyTree) -> bool:
+    def couples_samples(self, state: TrainState, rows: PyTree) -> bool:
         """Return whether the loss of a sample depends on its neighbours. See `LossChecks`."""
-        return self._loss_checks.couples_samples(state, four)
+        return self._loss_checks.couples_samples(state, rows)
+
+    def added_state(
+        self, state: TrainState, rows: PyTree
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the leaves of the model state that add over samples, and others. See `LossChecks`."""
+        return self._loss_checks.added_state(state, rows)
 
     def grows_with_batch(self, state: TrainState, rows: PyTree) -> bool:
         """Return whether the loss is a sum over the batch. See `LossChecks`."""

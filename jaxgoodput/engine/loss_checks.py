@@ -9,14 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from jaxgoodput.engine.state import Loss, TrainState, cast
-from jaxgoodput.engine.step import Problem
+from jaxgoodput.engine.state import Loss, TrainState, cast, combine, split, wide
+from jaxgoodput.engine.step import Problem, is_summed
+from jaxgoodput.parallel.partition import path_name
 from jaxgoodput.parallel.strategy import Layout
 
-# A loss couples samples if regrouping them changes it by more than this fraction. In bfloat16, whose
-# rounding is as large, the threshold is ten times as high.
+# A loss couples samples if regrouping them changes it, or its gradient, by more than this fraction. In
+# bfloat16, whose rounding is as large, the threshold is ten times as high.
 COUPLED = 1e-3
 NUM_KEYS = 16  # random keys with which a loss is tried that seems to grow with its batch
+MAX_LOOKED_AT = 4096  # numbers of each leaf of a sample by which samples are told apart
 
 
 class LossChecks:
@@ -26,19 +28,61 @@ class LossChecks:
         self.problem = problem
         self.layout = layout
 
-    def couples_samples(self, state: TrainState, four: PyTree) -> bool:
-        """Return whether the loss of a sample depends on the samples beside it, tried on `four` of them.
+    def couples_samples(self, state: TrainState, rows: PyTree) -> bool:
+        """Return whether the loss of a sample, or its gradient, depends on the samples beside it.
 
-        A sum over samples, whatever its keys do to a position, has f(abcd) + f(cdab) = f(abab) + f(cdcd).
-        False if the loss cannot tell, because it is not finite, or the same for all samples.
+        `rows` are an even number of samples, one half unlike the other (`unlike_halves`). A sum over samples,
+        whatever its keys do to a position, has f(ab) + f(ba) = f(aa) + f(bb) for halves a and b, and so has
+        its gradient. The loss itself may be the same for all samples, such as that of a head of zeros; its
+        gradient is not. False if neither can tell, because it is not finite, or the same for all samples.
+        """
+        half = len(jax.tree.leaves(rows)[0]) // 2
+        a, b = np.arange(half), np.arange(half, 2 * half)
+        pairs = [np.concatenate(pair) for pair in ((a, b), (b, a), (a, a), (b, b))]
+        places = np.stack([np.repeat(pair, self.layout.num_replicas) for pair in pairs])
+        whole = self.layout.replicated
+        found = self._regrouped(
+            state.params,
+            state.model_state,
+            jax.device_put(rows, whole),
+            jax.device_put(places, whole),
+            state.key,
+        )
+        values, differences, sizes = (np.asarray(x, np.float64) for x in jax.device_get(found))
+        share = COUPLED * (1 if self.problem.compute_dtype is None else 10)
+        ab, ba, aa, bb = values
+        by_value = abs(ab + ba - aa - bb) > share * (abs(ab + ba) + abs(aa + bb))
+        return bool(by_value or math.sqrt(differences) > share * sizes)
+
+    def added_state(
+        self, state: TrainState, rows: PyTree
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the paths of the leaves of the model state that add over samples, and of differing others.
+
+        An example of the first is a count of tokens: what four samples change is what each pair of them
+        changes, added up. The second are leaves that are not floating and change differently with each pair.
+        Neither holds leaves that `Problem.summed` names. `rows` are four samples, one half unlike the other.
         """
 
-        def of(*order: int) -> float:
-            return self._total_of(state, four, order, state.key)
+        def change(*places: int) -> dict[str, np.ndarray]:
+            batch = self._placed(rows, places)
+            after = self._state_after(state.params, state.model_state, batch, state.key)
+            pairs = zip(_named(after), _named(state.model_state), strict=True)
+            return {name: _number(new) - _number(old) for (name, new), (_, old) in pairs}
 
-        whole, split = of(0, 1, 2, 3) + of(2, 3, 0, 1), of(0, 1, 0, 1) + of(2, 3, 2, 3)
-        share = COUPLED * (1 if self.problem.compute_dtype is None else 10)
-        return abs(whole - split) > share * (abs(whole) + abs(split))
+        both, first, second = change(0, 1, 2, 3), change(0, 1), change(2, 3)
+        added, differing = [], []
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.model_state):
+            name = path_name(path)
+            if is_summed(self.problem, path) or not np.isfinite(both[name]).all():
+                continue
+            if _adds(both[name], first[name], second[name]):
+                added.append(name)
+            elif (
+                not jnp.issubdtype(leaf.dtype, jnp.floating) and (first[name] != second[name]).any()
+            ):
+                differing.append(name)
+        return tuple(added), tuple(differing)
 
     def grows_with_batch(self, state: TrainState, rows: PyTree) -> bool:
         """Return whether a loss that is a plain number is a sum over the batch, tried with copies of `rows`.
@@ -73,16 +117,111 @@ class LossChecks:
         self, state: TrainState, rows: PyTree, places: Sequence[int] | np.ndarray, key: Array
     ) -> float:
         """Return the total loss of the rows with the indices `places`, each repeated for every replica."""
-        places = np.repeat(np.asarray(places), self.layout.num_replicas)
-        batch = jax.device_put(jax.tree.map(lambda x: x[places], rows), self.layout.batch_sharding)
+        batch = self._placed(rows, places)
         return float(self._total(state.params, state.model_state, batch, key))
+
+    def _placed(self, rows: PyTree, places: Sequence[int] | np.ndarray) -> PyTree:
+        """Return the rows with these indices, each repeated for every replica, on the devices."""
+        places = np.repeat(np.asarray(places), self.layout.num_replicas)
+        return jax.device_put(jax.tree.map(lambda x: x[places], rows), self.layout.batch_sharding)
 
     @cached_property
     def _total(self):
         def total(params: PyTree, model_state: PyTree, batch: PyTree, key: Array) -> Array:
-            params = cast(params, self.problem.compute_dtype)
-            out, _ = self.problem.loss_and_state(params, model_state, batch, key)
-            value = jnp.asarray(out.sum if isinstance(out, Loss) else out)
-            return jnp.sum(value.astype(jnp.float32))
+            return self._called(params, model_state, batch, key)[0]
 
         return jax.jit(total)
+
+    @cached_property
+    def _state_after(self):
+        def after(params: PyTree, model_state: PyTree, batch: PyTree, key: Array) -> PyTree:
+            return self._called(params, model_state, batch, key)[1]
+
+        return jax.jit(after)
+
+    @cached_property
+    def _regrouped(self):
+        """Compiled comparison: losses of four batches, and |sum of signed gradients|^2, sum of |gradient|.
+
+        One gradient after the other, so that two trees of the model's size are needed, as in a step.
+        """
+        batch_sharding = self.layout.batch_sharding
+
+        def run(params: PyTree, model_state: PyTree, rows: PyTree, places: Array, key: Array):
+            kept, rest = split(params, self.problem.mask(params))
+
+            def total(kept: PyTree, batch: PyTree) -> Array:
+                return self._called(combine(kept, rest), model_state, batch, key)[0]
+
+            def add(carry: tuple[PyTree, Array], one: tuple[Array, Array]):
+                signed, sizes = carry
+                own, sign = one
+                batch = jax.lax.with_sharding_constraint(
+                    jax.tree.map(lambda x: x[own], rows), batch_sharding
+                )
+                value, grads = jax.value_and_grad(total)(kept, batch)
+                signed = jax.tree.map(lambda s, g: s + sign.astype(g.dtype) * g, signed, grads)
+                return (signed, sizes + jnp.sqrt(_squares(grads))), value
+
+            signs = jnp.array([1.0, 1.0, -1.0, -1.0], jnp.float32)
+            start = (jax.tree.map(jnp.zeros_like, kept), jnp.zeros((), jnp.float32))
+            (signed, sizes), values = jax.lax.scan(add, start, (places, signs))
+            return values, _squares(signed), sizes
+
+        return jax.jit(run)
+
+    def _called(
+        self, params: PyTree, model_state: PyTree, batch: PyTree, key: Array
+    ) -> tuple[Array, PyTree]:
+        """Return the total of the loss, and the model state after it."""
+        params = cast(params, self.problem.compute_dtype)
+        out, after = self.problem.loss_and_state(params, model_state, batch, key)
+        return jnp.sum(wide(out.sum if isinstance(out, Loss) else out)), after
+
+
+def unlike_halves(rows: PyTree, half: int) -> PyTree:
+    """Return twice `half` of the rows: first those with the fewest fillers, then those with the most.
+
+    A filler is the number that a leaf holds most often, such as a mask's 0 or the padding of tokens. So the
+    samples of the halves differ in weight if any of these samples do.
+    """
+    count = len(jax.tree.leaves(rows)[0])
+    share = np.zeros(count)
+    for leaf in jax.tree.leaves(rows):
+        numbers = np.asarray(leaf).reshape(count, -1)
+        numbers = numbers[:, :: -(-max(numbers.shape[1], 1) // MAX_LOOKED_AT)]
+        if numbers.size:
+            values, times = np.unique(numbers, return_counts=True)
+            share += (numbers == values[np.argmax(times)]).mean(axis=1)
+    order = np.argsort(share, kind="stable")
+    chosen = np.concatenate([order[:half], order[count - half :]])
+    return jax.tree.map(lambda x: x[chosen], rows)
+
+
+def _squares(tree: PyTree) -> Array:
+    """Return the sum of squares of all leaves, a float32."""
+    total = jnp.zeros((), jnp.float32)
+    for x in jax.tree.leaves(tree):
+        total += jnp.sum(jnp.square(jnp.abs(x)).astype(jnp.float32))
+    return total
+
+
+def _named(tree: PyTree) -> list[tuple[str, Array]]:
+    return [(path_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _number(x: Array) -> np.ndarray:
+    """Return a leaf on the host as float64, wide enough for the difference of two counts or keys."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    host = np.asarray(jax.device_get(x))
+    return host.astype(np.complex128 if host.dtype.kind == "c" else np.float64)
+
+
+def _adds(both: np.ndarray, first: np.ndarray, second: np.ndarray) -> bool:
+    """Return whether what four samples change is the sum, not the mean, of what each pair changes."""
+    size = np.max(np.abs(both), initial=0.0)
+    is_sum = np.max(np.abs(both - first - second), initial=0.0) <= 1e-3 * size
+    # A running maximum, too, may change by the sum if only one of the pairs changes it.
+    changed_twice = (np.abs(first) > 1e-2 * size) & (np.abs(second) > 1e-2 * size)
+    return bool(size > 0 and is_sum and changed_twice.any())

@@ -172,7 +172,7 @@ class OverGroups(Programs):
         )
         sharding = NamedSharding(self.world, rows)
         shape = (self.world.size, self.flat_size)
-        flat = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+        flat = jax.ShapeDtypeStruct(shape, self.flat_dtype, sharding=sharding)
         return Program(run, (), (flat,), sharding)
 
     def _update_of(
@@ -191,13 +191,18 @@ class OverGroups(Programs):
     def abstract_flat(self) -> jax.ShapeDtypeStruct:
         """Return the abstract buffers of a group, a row for each of its devices."""
         shape = (self.layout.num_devices, self.flat_size)
-        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.layout.row_per_device)
+        return jax.ShapeDtypeStruct(shape, self.flat_dtype, sharding=self.layout.row_per_device)
 
     @property
     def flat_size(self) -> int:
         """How many numbers the buffer of a device holds."""
         leaves = jax.tree.leaves(_exchanged(self._own_sums, self.control_size))
         return int(sum(leaf.size for leaf in leaves))
+
+    @property
+    def flat_dtype(self) -> Any:
+        """Type of the numbers in a buffer, which holds all leaves."""
+        return _dtype_of(_exchanged(self._own_sums, self.control_size))
 
 
 class ElasticPrograms(OverGroups, SeparatePrograms):
@@ -327,7 +332,14 @@ def _rows_of(world: Mesh) -> PartitionSpec:
 
 def _flat(sums: Sums, control: Array) -> Array:
     tree = {**sums.exchanged(), _CONTROL: control}
-    return jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(tree)])
+    dtype = _dtype_of(tree)
+    return jnp.concatenate([jnp.ravel(x).astype(dtype) for x in jax.tree.leaves(tree)])
+
+
+def _dtype_of(tree: PyTree) -> np.dtype:
+    return np.result_type(
+        np.float32, *(x.dtype for x in jax.tree.leaves(tree) if x.dtype.kind in "fc")
+    )
 
 
 def _parts(flat: Array, sums: Sums, control_size: int) -> tuple[PyTree, Array]:
@@ -335,7 +347,8 @@ def _parts(flat: Array, sums: Sums, control_size: int) -> tuple[PyTree, Array]:
     leaves, structure = jax.tree.flatten(_exchanged(sums, control_size))
     ends = np.cumsum([0, *(leaf.size for leaf in leaves)])
     parts = [
-        flat[a:b].reshape(leaf.shape) for a, b, leaf in zip(ends, ends[1:], leaves, strict=False)
+        flat[a:b].reshape(leaf.shape).astype(leaf.dtype)
+        for a, b, leaf in zip(ends, ends[1:], leaves, strict=False)
     ]
     total = jax.tree.unflatten(structure, parts)
     control = total.pop(_CONTROL)

@@ -57,6 +57,53 @@ class Variables:
     specs: tuple[tuple[str, PartitionSpec], ...] = static(default=())
     """Pairs of a parameter's path, such as `layers/0/kernel`, and the axes that cut its dimensions. A rule of
     the strategy overrides them."""
+    summed: tuple[str, ...] = static(default=())
+    """Paths in the model state, of leaves or of everything below, such as `counts`, to which each micro-batch
+    adds over its samples. Their changes are added up over replicas; other floats are averaged."""
+
+
+@jax.tree_util.register_pytree_node_class
+class SownState(dict):
+    """Model state after a call of a Flax model, beside values that the call sowed (`sow`).
+
+    Read it like the nested dict of both. Return it from `loss_and_state` as it is: only the state is kept
+    from one call to the next, because sown values belong to one call.
+    """
+
+    def __init__(self, found: Mapping[str, Any], sown: Sequence[tuple[Any, ...]]):
+        super().__init__(found)
+        self.sown = tuple(sown)
+        """Paths of the sown values, each a tuple of keys."""
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The state without the sown values."""
+        return _without(self, self.sown)
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Return the values and what else describes them, for JAX."""
+        names = tuple(sorted(self))
+        return tuple(self[name] for name in names), (names, self.sown)
+
+    @classmethod
+    def tree_unflatten(cls, about: tuple[Any, ...], values: Sequence[Any]) -> "SownState":
+        """Return the value that `tree_flatten` took apart."""
+        names, sown = about
+        return cls(dict(zip(names, values, strict=True)), sown)
+
+
+def _without(tree: Mapping[Any, Any], paths: Sequence[tuple[Any, ...]]) -> dict[Any, Any]:
+    """Return a nested dict without the entries at these paths, and without dicts that held nothing else."""
+    gone = {path[0] for path in paths if len(path) == 1}
+    found = {}
+    for name, value in tree.items():
+        below = [path[1:] for path in paths if path[0] == name and len(path) > 1]
+        if name in gone:
+            continue
+        kept = _without(value, below) if below else value
+        if kept or not below:
+            found[name] = kept
+    return found
 
 
 @struct
@@ -121,7 +168,7 @@ class Sums:
     """
 
     grads: PyTree
-    """Sum of the loss gradient over samples, float32, of trainable leaves."""
+    """Sum of the loss gradient over samples, at least float32, of trainable leaves."""
     loss: Leaf
     """Sum of losses."""
     weight: Leaf
@@ -138,6 +185,8 @@ class Sums:
     """Micro-batches so far, int32; each has its own stream of random numbers."""
     aux: Mapping[str, Leaf]
     """Sums of the user's own numbers over samples."""
+    added: Mapping[str, Leaf]
+    """Sums of the changes of those leaves of the model state that add over samples, by path."""
     model_state: PyTree
     """Model state after the latest micro-batch."""
     square: Leaf | None = None
@@ -154,7 +203,7 @@ class Sums:
         Other leaves of the model state (counters, keys) are the same on every replica and not exchanged.
         """
         floats = [
-            jnp.where(self.samples > 0, x.astype(jnp.float32) * self.samples, 0.0)
+            jnp.where(self.samples > 0, wide(x) * wide(self.samples, like=x), 0.0)
             for x in jax.tree.leaves(self.model_state)
             if jnp.issubdtype(x.dtype, jnp.floating)
         ]
@@ -172,7 +221,8 @@ class Sums:
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 return x
             # A batch of padding alone does not change it.
-            average = next(floats) / jnp.maximum(samples, 1.0)
+            total_of_leaf = next(floats)
+            average = total_of_leaf / wide(jnp.maximum(samples, 1.0), like=total_of_leaf)
             return jnp.where(samples > 0, average, x).astype(x.dtype)
 
         return cls(**fields, calls=calls, model_state=jax.tree.map(mean, model_state))
@@ -204,7 +254,7 @@ class Sums:
 
     def _added(self) -> dict[str, PyTree]:
         """Return by name the fields that add up: all but `calls` and `model_state`."""
-        names = ("grads", "loss", "weight", "samples", "groups", "norms", "factors", "aux")
+        names = ("grads", "loss", "weight", "samples", "groups", "norms", "factors", "aux", "added")
         return {name: getattr(self, name) for name in names}
 
 
@@ -336,6 +386,12 @@ _KINDS = StepMetrics[type](
     ),
     aux={},
 )
+
+
+def wide(x: Leaf, like: Leaf | None = None) -> Array:
+    """Return a number as float64 if it, or `like`, is that, else as float32; sums are made in this type."""
+    is_double = jnp.asarray(x if like is None else like).dtype == jnp.float64
+    return jnp.asarray(x, jnp.float64 if is_double else jnp.float32)
 
 
 def split(tree: PyTree, mask: PyTree) -> tuple[PyTree, PyTree]:

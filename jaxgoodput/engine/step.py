@@ -35,9 +35,9 @@ from jaxgoodput.engine.state import (
     Sums,
     TrainState,
     Variables,
-    cast,
     combine,
     split,
+    wide,
 )
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim import noise
@@ -84,6 +84,8 @@ class Problem:
     """Fraction of the parameters' average that is kept per base step; None: no average."""
     swaps_products: bool = False
     """Whether, on CPU, matrix gradients become products that XLA computes fast there (`gradients.py`)."""
+    summed: tuple[str, ...] = ()
+    """Paths in the model state to which micro-batches add over samples: see `Variables.summed`."""
 
     def mask(self, params: PyTree) -> PyTree:
         """Return a tree of bool: which leaves train."""
@@ -168,15 +170,17 @@ def loss_kind(
 ) -> Literal["sample", "mean"]:
     """Return "sample" if the loss can be weighted sample by sample, "mean" if it cannot.
 
-    State and batch are abstract. Raises TypeError for a loss of any other shape.
+    State and batch are abstract. Raises TypeError for a loss of any other shape, and for a model state that
+    is not returned as it was given.
     """
-    out, _ = jax.eval_shape(
+    out, changed = jax.eval_shape(
         problem.loss_and_state,
         state.params,
         state.model_state,
         batch,
         jax.eval_shape(lambda: jax.random.key(0)),
     )
+    _require_same_state(state.model_state, changed)
     value = out.sum if isinstance(out, Loss) else out
     if hasattr(value, "dtype") and not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(
@@ -207,6 +211,31 @@ def loss_kind(
     raise TypeError(wrong)
 
 
+def _require_same_state(given: PyTree, returned: PyTree) -> None:
+    """Raise TypeError unless a model state is returned with the leaves, shapes and types that it had."""
+    old, new = (
+        {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (given, returned)
+    )
+    wrong = [f"{name} is new" for name in new.keys() - old.keys()]
+    wrong += [f"{name} is missing" for name in old.keys() - new.keys()]
+    wrong += [
+        f"{name} was {old[name].dtype}{list(old[name].shape)} and is "
+        f"{new[name].dtype}{list(new[name].shape)} for a batch of two samples"
+        for name in old.keys() & new.keys()
+        if (old[name].shape, old[name].dtype) != (new[name].shape, new[name].dtype)
+    ]
+    if not wrong and jax.tree.structure(given) != jax.tree.structure(returned):
+        wrong = [f"{jax.tree.structure(given)} became {jax.tree.structure(returned)}"]
+    if wrong:
+        raise TypeError(
+            "loss_and_state must return the model state with the leaves that init() gave it, each of the "
+            f"same shape and type, but {'; '.join(sorted(wrong)[:3])}. Values that a Flax module sows belong "
+            "to one call: return what from_linen(...).train or from_nnx(...).train returned, which tells "
+            "them apart, and name collections that are sowed with a reduce_fn in from_linen(sown=...)."
+        )
+
+
 def require_dependence(problem: Problem, state: TrainState, batch: PyTree) -> None:
     """Raise TypeError if the loss does not depend on the parameters. State and batch are abstract."""
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -234,14 +263,14 @@ def _weighted(out: Array | Loss, mask: Array) -> tuple[Array, Array, dict[str, A
     samples = jnp.sum(mask)
 
     def total(value: ArrayLike) -> Array:
-        value = jnp.asarray(value, jnp.float32)
+        value = wide(value)
         # `where`, not a product: 0 * inf is not 0.
         if value.ndim:
             return jnp.sum(jnp.where(mask > 0, value, 0.0))
-        return jnp.where(samples > 0, value * samples, 0.0)
+        return jnp.where(samples > 0, value * wide(samples, like=value), 0.0)
 
     def whole(value: ArrayLike) -> Array:
-        value = jnp.asarray(value, jnp.float32)
+        value = wide(value)
         return total(value) if value.ndim else jnp.where(samples > 0, value, 0.0)
 
     if isinstance(out, Loss):
@@ -329,7 +358,7 @@ def local_sums(
         by_sample = jax.tree.map(jnp.zeros_like, factors)
     weight, aux, new_state = others
     weight = jax.lax.stop_gradient(weight)
-    grads = cast(grads, jnp.float32)
+    grads = jax.tree.map(lambda g: wide(g) if jnp.issubdtype(g.dtype, jnp.floating) else g, grads)
     if not alone:
         # The gradient of a micro-batch of padding alone may be anything. `alone` spares this choice, because
         # XLA:CPU writes it to memory, which slows down every sum over the gradient.
@@ -351,6 +380,7 @@ def local_sums(
         factors=jax.tree.map(lambda g: jnp.sum(g, axis=0), by_sample),
         calls=jnp.ones((), jnp.int32),
         aux=aux,
+        added=_changes(problem, model_state, new_state, samples),
         model_state=_advance(model_state, new_state, samples),
     )
 
@@ -421,6 +451,37 @@ def _advance(old: PyTree, new: PyTree, samples: Array) -> PyTree:
         old,
         new,
     )
+
+
+def is_summed(problem: Problem, path: Any) -> bool:
+    """Return whether micro-batches add over samples to the leaf of the model state at `path`."""
+    name = path_name(path)
+    return any(name == one or name.startswith(f"{one}/") for one in problem.summed)
+
+
+def _changes(problem: Problem, old: PyTree, new: PyTree, samples: Array) -> dict[str, Array]:
+    """Return by path what a micro-batch added to the leaves that add over samples."""
+    if not problem.summed:
+        return {}
+    pairs = zip(jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(old), strict=True)
+    return {
+        path_name(path): jnp.where(samples > 0, b - a, jnp.zeros_like(b))
+        for (path, b), a in pairs
+        if is_summed(problem, path)
+    }
+
+
+def _with_added(problem: Problem, old: PyTree, total: Sums) -> PyTree:
+    """Return the model state after a batch: `old` plus what was added, where leaves add over samples."""
+    if not problem.summed:
+        return total.model_state
+
+    def placed(path: Any, before: Array, after: Array) -> Array:
+        if not is_summed(problem, path):
+            return after
+        return before + total.added[path_name(path)].astype(before.dtype)
+
+    return jax.tree_util.tree_map_with_path(placed, old, total.model_state)
 
 
 def _stays_finite(old: PyTree, new: PyTree) -> Array:
@@ -506,7 +567,8 @@ def update(
     sample = _noise_sample(problem, state, kept, total, weight) if measure else None
     # Times the reciprocal: XLA fuses a product into both of its uses, but writes a quotient to memory.
     share = 1.0 / weight
-    finite &= _stays_finite(state.model_state, total.model_state)
+    changed = _with_added(problem, state.model_state, total)
+    finite &= _stays_finite(state.model_state, changed)
     finite &= _is_update_finite(problem, state, total, loss, share)
 
     def take(grads: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
@@ -520,7 +582,7 @@ def update(
         )
         moved = optax.apply_updates(kept, updates)
         ema = _averaged(problem, state.ema, moved, state.opt_state, opt_state)
-        return moved, opt_state, total.model_state, ema
+        return moved, opt_state, changed, ema
 
     def skip(grads: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
         # The samples count all the same, so schedules that depend on them advance.

@@ -50,6 +50,7 @@ from jaxgoodput.train.start.checks import (
     require_even_rest,
     require_same_stream,
     try_loss,
+    try_state,
 )
 from jaxgoodput.train.start.earlier import begin_as_earlier, memory_of
 from jaxgoodput.train.start.plans import RunSetup, budget_of, set_up
@@ -165,6 +166,7 @@ def prepare(
     require_even_rest(setup, beginning.plan, beginning.remaining)
     if restored is None:
         try_loss(setup, beginning.engine, beginning.state, beginning.plan)
+    try_state(setup, beginning.engine, beginning.state, resumed=restored is not None)
     evaluator = _evaluation(setup, beginning, tables, ledger)
     strategies, compile_s = _compile_first(setup, beginning, evaluator, stack, ledger)
     loader = _open_data(setup, beginning, stack)

@@ -49,8 +49,9 @@ class Task:
         """Return the loss and the model state after the micro-batch; replaces `loss` for mutable state.
 
         It may take `mask` and `rows`, like `loss`. Floating leaves of the state (BatchNorm statistics) are
-        averaged over replicas, weighted by samples. Other leaves (counters, keys) must change in the same way
-        on every replica.
+        averaged over replicas, weighted by samples. Leaves named in `Variables.summed`, to which each call
+        adds over its samples (a count of tokens), are added up instead. Other leaves (counters, keys) must
+        change in the same way on every replica. Leaves keep their shapes and types.
         """
         return self.loss(params, batch, key), model_state
 

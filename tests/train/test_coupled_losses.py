@@ -196,6 +196,40 @@ class Dropout(Mean):
         return super().loss(params, {"x": batch["x"] * kept}, key)
 
 
+def words(*, lengths):
+    """Samples of eight tokens, of which as many count as `lengths` say; the first four alike."""
+    rng = np.random.default_rng(0)
+    counts = np.concatenate([np.full(4, 8), rng.choice(lengths, size=92)])
+    kept = (np.arange(8) < counts[:, None]).astype(np.float32)
+    return {"x": rng.normal(size=(96, 8, WIDTH)).astype(np.float32), "kept": kept}
+
+
+class MeanOfTokens(Mean):
+    """One mean over the tokens that count. At the head of zeros, all losses are the logarithm of two."""
+
+    def __init__(self, config, *, lengths=(1, 2, 8), **options):
+        super().__init__(config, data=words(lengths=lengths), **options)
+
+    def tokens(self, params, batch):
+        return jnp.log1p(jnp.exp(-(batch["x"] @ params["w"])))
+
+    def loss(self, params, batch, key):
+        return jnp.sum(self.tokens(params, batch) * batch["kept"]) / jnp.sum(batch["kept"])
+
+
+class EvenTokens(MeanOfTokens):
+    """All samples have as many tokens: the mean of two means is the mean of both."""
+
+    def __init__(self, config, **options):
+        super().__init__(config, lengths=(8,), **options)
+
+
+class WeightedTokens(MeanOfTokens):
+    def loss(self, params, batch, key) -> Any:
+        losses = self.tokens(params, batch) * batch["kept"]
+        return Loss(jnp.sum(losses), jnp.sum(batch["kept"]))
+
+
 FREE = {"tuning__accumulate": True, "policy": "goodput", "execution__background_compile": True}
 
 
@@ -210,6 +244,15 @@ FREE = {"tuning__accumulate": True, "policy": "goodput", "execution__background_
         (Mean, {}, None),
         (Dropout, {}, None),
         (Masked, {}, None),
+        (MeanOfTokens, {}, "split over replicas"),
+        (MeanOfTokens, {"loss": "global", **FREE}, "over micro-batches:"),
+        (
+            MeanOfTokens,
+            {"loss": "global", **FREE, "compute_dtype": "bfloat16"},
+            "over micro-batches:",
+        ),
+        (EvenTokens, FREE, None),
+        (WeightedTokens, FREE, None),
     ],
 )
 def test_a_loss_that_splitting_changes_is_warned_of(tmp_path, told, trainer, settings, what):

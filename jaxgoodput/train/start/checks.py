@@ -3,18 +3,21 @@
 import jax
 import numpy as np
 from absl import logging
+from jaxtyping import PyTree
 
 from jaxgoodput.data.fingerprint import of_stream
 from jaxgoodput.data.rows import narrow
 from jaxgoodput.data.sources import Source, StreamSource, is_endless
 from jaxgoodput.engine.engine import Engine
+from jaxgoodput.engine.loss_checks import unlike_halves
 from jaxgoodput.engine.state import TrainState
 from jaxgoodput.parallel.place import Place
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.start.plans import RunSetup
 from jaxgoodput.tune.plan import BatchPlan
 
-NUM_TRIED = 4  # samples that a loss is tried with
+NUM_TRIED = 4  # samples that a loss is tried with, chosen from
+NUM_READ = 16
 
 
 def require_end(config: Config, source: Source) -> None:
@@ -64,12 +67,20 @@ def require_even_rest(setup: RunSetup, plan: BatchPlan, remaining: int | None) -
         if in_stages:  # the last batch keeps its size there
             is_even = config.policy == "fixed" and remaining % plan.start.global_batch_size == 0
     if not is_even:
+        why, remedy = (
+            "loss() returns a scalar mean",
+            (
+                "Return per-sample losses [batch], or Loss(sum, weight) per sample, so that padding can be "
+                "left out exactly; or give loss() a parameter `mask`"
+            ),
+        )
+        if setup.loss_kind == "sample":
+            why = f"the model state adds over samples ({', '.join(setup.inputs.problem.summed)})"
+            remedy = "Give loss_and_state() a parameter `mask` and add only where it is 1"
         raise ValueError(
-            f"loss() returns a scalar mean, and the last batch of {what} may have to be padded, so that "
+            f"{why}, and the last batch of {what} may have to be padded, so that "
             f"{' or '.join(map(str, counts))} replicas, or stages, can share it. "
-            "Return per-sample losses [batch], or Loss(sum, weight) per sample, so that padding can be left "
-            "out exactly; or give loss() a parameter `mask`; or set Config.last_batch to "
-            '"drop"; or train for base_steps.'
+            f'{remedy}; or set Config.last_batch to "drop"; or train for base_steps.'
         )
 
 
@@ -78,26 +89,74 @@ def try_loss(setup: RunSetup, engine: Engine, state: TrainState, plan: BatchPlan
 
     Raises ValueError for a loss that is one number, and a sum over the batch.
     """
-    config, source, is_number = setup.config, setup.inputs.dataset, setup.loss_kind == "mean"
+    config, is_number = setup.config, setup.loss_kind == "mean"
     splits = plan.accumulate and (config.policy != "fixed" or plan.start.num_micro_batches > 1)
-    separate = engine.num_replicas > 1 and not engine.engines.is_global(engine.layout)
+    separate = _is_separate(engine)
     if not (splits or separate or is_number) or not _can_try(setup, engine):
         return
-    rows = narrow(setup.inputs.attempts(lambda: source.batch(np.arange(NUM_TRIED))))
+    rows = _first_rows(setup)
     if is_number and engine.grows_with_batch(state, jax.tree.map(lambda x: x[:2], rows)):
         raise ValueError(
             "loss() returned a scalar that grows with the batch: a sum? A scalar is taken for the mean of "
             "the batch, so that a larger batch would take larger steps. Return one loss per sample, "
             "Loss(sum, weight), or the mean."
         )
-    if (splits or separate) and engine.couples_samples(state, rows):
+    # No more rows than a step has, as this needs the memory of a gradient, too.
+    half = 2 if plan.start.micro_batch_size >= NUM_TRIED else 1
+    if (splits or separate) and engine.couples_samples(state, unlike_halves(rows, half)):
         parts = ["micro-batches"] * splits + ["replicas"] * separate
         logging.warning(
             "the loss of a sample depends on the samples beside it (batch statistics, in-batch negatives, "
-            "ranks), and batches may be split over %s: it then sees only the samples of its own part. "
-            'Config.loss="whole" never splits a batch.',
+            "ranks, a mean over tokens), and batches may be split over %s: it then sees only the samples of "
+            'its own part. Config.loss="whole" never splits a batch. If samples only differ in weight, such '
+            "as their number of tokens, return Loss(sum, weight) instead of a mean.",
             " and ".join(parts),
         )
+
+
+def try_state(setup: RunSetup, engine: Engine, state: TrainState, *, resumed: bool) -> None:
+    """Raise ValueError if the replicas' model states, which are averaged, hold what has no mean."""
+    if not jax.tree.leaves(state.model_state) or not _is_separate(engine):
+        return
+    is_read = resumed and isinstance(
+        setup.inputs.dataset, StreamSource
+    )  # its first samples are gone
+    if is_read or not _can_try(setup, engine):
+        return
+    added, differing = engine.added_state(state, unlike_halves(_first_rows(setup), 2))
+    replicas = engine.num_replicas
+    remedy = (
+        f'set Config.loss to "global": one call then sees the samples of all {replicas} replicas.'
+    )
+    if added:
+        raise ValueError(
+            f"the model state {', '.join(added)} adds up over samples, and each of {replicas} "
+            "replicas sees only its own, so that their mean would be too small. Name it in "
+            f"Variables(summed={added!r}), from_linen(summed=...) or from_nnx(summed=...), and what the "
+            f"replicas add is added up. Or {remedy}"
+        )
+    if differing:
+        raise ValueError(
+            f"the model state {', '.join(differing)} is not floating and depends on the samples, of which "
+            f"each of {replicas} replicas sees others: there is no mean of it. Make it floating, "
+            "if a mean over replicas is right; or, if it adds up over samples, name it in "
+            f"Variables(summed={differing!r}). Or {remedy}"
+        )
+
+
+def _is_separate(engine: Engine) -> bool:
+    """Return whether each of several replicas calls the loss with samples of its own."""
+    return engine.num_replicas > 1 and not engine.engines.is_global(engine.layout)
+
+
+def _first_rows(setup: RunSetup) -> PyTree:
+    """Return the first samples, at most `NUM_READ` of them."""
+    source = setup.inputs.dataset
+    if isinstance(source, StreamSource):  # it keeps the samples for training
+        count = source.available(0, NUM_READ)
+    else:
+        count = min(len(source), NUM_READ)
+    return narrow(setup.inputs.attempts(lambda: source.batch(np.arange(count))))
 
 
 def _can_try(setup: RunSetup, engine: Engine) -> bool:
@@ -107,6 +166,6 @@ def _can_try(setup: RunSetup, engine: Engine) -> bool:
     # would have to try it together.
     if setup.inputs.tables.plans or engine.spans or engine.layout.strategy.stage > 1:
         return False
-    if isinstance(source, StreamSource):  # it keeps the samples for training
+    if isinstance(source, StreamSource):
         return source.available(0, NUM_TRIED) >= NUM_TRIED
     return len(source) >= NUM_TRIED

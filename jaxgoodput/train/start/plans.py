@@ -47,7 +47,8 @@ class RunSetup:
     @property
     def can_leave_out(self) -> bool:
         """Whether padding can be left out of the loss."""
-        return self.loss_kind == "sample" or self.inputs.problem.takes_mask
+        problem = self.inputs.problem
+        return problem.takes_mask or (self.loss_kind == "sample" and not problem.summed)
 
     @property
     def memory_folder(self) -> pathlib.Path | None:

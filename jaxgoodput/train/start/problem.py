@@ -15,12 +15,13 @@ from jaxgoodput.clock import Clock
 from jaxgoodput.data.readers import Attempts
 from jaxgoodput.data.sources import Source, abstract_sample, as_source, is_endless
 from jaxgoodput.engine.rows import as_seen
-from jaxgoodput.engine.state import Variables, split
+from jaxgoodput.engine.state import SownState, Variables, split
 from jaxgoodput.engine.step import LossAndState, Problem
 from jaxgoodput.engine.traces import Traces
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim.probe import NeedsMore
 from jaxgoodput.optim.treatment import Treatment, treatment_of
+from jaxgoodput.parallel.partition import leaves_by_name
 from jaxgoodput.parallel.place import Place
 from jaxgoodput.parallel.strategy import anywhere
 from jaxgoodput.train.checkpoint import saveable
@@ -95,7 +96,8 @@ def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None 
             f"optimizer() must return an optax.GradientTransformation; got {type(tx).__name__}. "
             "Write `return optax.adam(1e-3)`, or another one of optax."
         )
-    params = _abstract_params(task)
+    made = _abstract_variables(task)
+    params = made.params
     mask = task.trainable(params)
     kept = _trained(params, mask)
     treatment = _treatment(tx, kept, config)
@@ -134,14 +136,27 @@ def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None 
         compute_dtype=None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),
         ema=config.ema,
         swaps_products=config.execution.swap_cpu_products,
+        summed=_summed(made),
     )
     return tables.problem(problem)
 
 
-def _abstract_params(task: Task) -> PyTree:
+def _abstract_variables(task: Task) -> Variables:
     """Return what `init` makes, abstract. Raises TypeError for anything that cannot be checkpointed."""
     made = jax.eval_shape(anywhere(saveable(task.init, "init()")), jax.random.key(0))
-    return made.params if isinstance(made, Variables) else made
+    return made if isinstance(made, Variables) else Variables(params=made, model_state=())
+
+
+def _summed(made: Variables) -> tuple[str, ...]:
+    """Return `Variables.summed`. Raises ValueError if the model state has nothing at one of its paths."""
+    names = leaves_by_name(made.model_state)
+    for path in made.summed:
+        if not any(name == path or name.startswith(f"{path}/") for name in names):
+            raise ValueError(
+                f"Variables.summed names {path!r}, and the model state has no such leaf. It has "
+                f"{', '.join(names) or 'no leaves'}."
+            )
+    return tuple(made.summed)
 
 
 def _trained(params: PyTree, mask: PyTree | None) -> PyTree:
@@ -186,7 +201,8 @@ def _loss_of(task: Task, tables: TaskTables | NoTables) -> tuple[LossAndState, b
         if takes_mask:  # there is none if the loss is only looked at
             asked["mask"] = jnp.ones(len(jax.tree.leaves(batch)[0])) if mask is None else mask
         if has_state:
-            return written(params, model_state, batch, key, **asked)
+            out, changed = written(params, model_state, batch, key, **asked)
+            return out, changed.kept if isinstance(changed, SownState) else changed
         return written(params, batch, key, **asked), model_state
 
     return loss_and_state, takes_mask

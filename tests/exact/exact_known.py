@@ -1,0 +1,16 @@
+"""The cells that are refused, with a part of the sentence, and those that are known to be wrong still."""
+
+from collections.abc import Mapping
+
+ALL = "all columns"
+
+# (row, column) -> part of the message. docs/exactness.md gives the reason of each.
+REFUSED: Mapping[tuple[str, str], str] = {}
+
+# (row, column) -> why the cell is neither equal nor refused yet.
+OPEN: Mapping[tuple[str, str], str] = {}
+
+
+def expected_refusal(row: str, column: str) -> str | None:
+    """Return a part of the sentence that refuses a cell; None if the cell is not refused."""
+    return REFUSED.get((row, column), REFUSED.get((row, ALL)))

@@ -1,0 +1,136 @@
+"""Model state that adds up over samples, and state that is not returned as it was given."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import Mean, config, rows
+
+from jaxgoodput.engine.loss_checks import unlike_halves
+from jaxgoodput.engine.state import SownState, Variables
+from jaxgoodput.goodput.search import BatchLimits
+
+
+class Counts(Mean):
+    """Counts samples, and where they are positive, besides a mean and a number of calls."""
+
+    summed: tuple[str, ...] = ("seen",)
+
+    def init(self, key) -> Any:
+        state = {
+            "seen": {"samples": jnp.zeros(()), "positive": jnp.zeros(self.width, jnp.int32)},
+            "mean": jnp.zeros(self.width),
+            "calls": jnp.zeros((), jnp.int32),
+        }
+        return Variables(params=super().init(key), model_state=state, summed=self.summed)
+
+    def loss_and_state(self, params, model_state, batch, key, mask: Any = None) -> Any:
+        seen, kept = model_state["seen"], mask[:, None]
+        changed = {
+            "seen": {
+                "samples": seen["samples"] + jnp.sum(mask),
+                "positive": seen["positive"]
+                + jnp.sum((batch["x"] > 0) & (kept > 0), axis=0, dtype=jnp.int32),
+            },
+            "mean": 0.5 * model_state["mean"] + 0.5 * jnp.mean(batch["x"], axis=0),
+            "calls": model_state["calls"] + 1,
+        }
+        return self.loss(params, batch, key), changed
+
+
+class UndeclaredCounts(Counts):
+    summed = ()
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "micro", "num_samples"),
+    [(1, 16, 96), (1, 4, 96), (4, 4, 96), pytest.param(4, 2, 91, marks=pytest.mark.slow)],
+)
+def test_counts_are_exact_for_every_split(tmp_path, num_devices, micro, num_samples):
+    data = rows(num_samples)
+    limits = BatchLimits(base=16, max=16, micro=(1, micro))
+    accumulates = micro * num_devices < 16
+    found = config(tmp_path, batch=limits, epochs=2, tuning__accumulate=accumulates)
+    state = Counts(found, data=data, devices=jax.devices()[:num_devices]).fit()
+    seen = state.model_state["seen"]
+    assert float(seen["samples"]) == 2 * num_samples
+    np.testing.assert_array_equal(seen["positive"], 2 * (data["x"] > 0).sum(axis=0))
+
+
+def test_counts_that_are_not_declared_are_refused_with_several_replicas(tmp_path):
+    with pytest.raises(ValueError, match="seen/positive, seen/samples adds up over samples"):
+        UndeclaredCounts(config(tmp_path), devices=jax.devices()[:2]).fit()
+    alone = UndeclaredCounts(config(tmp_path, base_steps=2.0), devices=jax.devices()[:1]).fit()
+    assert float(alone.model_state["seen"]["samples"]) == 32
+
+
+def test_an_integer_that_depends_on_the_samples_is_refused_with_several_replicas(tmp_path):
+    class Largest(Mean):
+        def init(self, key) -> Any:
+            return Variables(
+                params=super().init(key), model_state={"largest": jnp.zeros((), jnp.int32)}
+            )
+
+        def loss_and_state(self, params, model_state, batch, key):
+            largest = jnp.maximum(
+                model_state["largest"], jnp.max(100 * batch["x"]).astype(jnp.int32)
+            )
+            return self.loss(params, batch, key), {"largest": largest}
+
+    with pytest.raises(ValueError, match="largest is not floating and depends on the samples"):
+        Largest(config(tmp_path), devices=jax.devices()[:2]).fit()
+
+
+def test_a_summed_path_must_be_one_of_the_state(tmp_path):
+    class Misnamed(Counts):
+        summed = ("sen",)
+
+    with pytest.raises(ValueError, match="names 'sen', and the model state has no such leaf"):
+        Misnamed(config(tmp_path)).fit()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda s: {**s, "more": jnp.zeros(())}, "more is new"),
+        (lambda s: {}, "count is missing"),
+        (lambda s: {"count": jnp.zeros(2)}, r"count was int32\[\] and is float32\[2\]"),
+        (lambda s: {"count": (s["count"],)}, "count/0 is new; count is missing"),
+    ],
+)
+def test_a_state_that_is_not_returned_as_it_was_given_is_refused(tmp_path, changed, message):
+    class Changing(Mean):
+        def init(self, key) -> Any:
+            count = jnp.zeros((), jnp.int32)
+            return Variables(params=super().init(key), model_state={"count": count})
+
+        def loss_and_state(self, params, model_state, batch, key):
+            return self.loss(params, batch, key), changed(model_state)
+
+    with pytest.raises(TypeError, match=message):
+        Changing(config(tmp_path)).fit()
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 8), min_size=4, max_size=16))
+def test_halves_differ_in_their_fillers_if_any_samples_do(lengths):
+    kept = (np.arange(8) < np.asarray(lengths)[:, None]).astype(np.float32)
+    data = {"kept": kept, "id": np.arange(len(lengths))}
+    halves = unlike_halves(data, 2)
+    first, second = halves["kept"][:2].sum(), halves["kept"][2:].sum()
+    assert len(set(halves["id"])) == 4
+    assert (first != second) == (len(set(lengths)) > 1)
+
+
+def test_sown_values_are_left_out_of_what_is_kept():
+    found = SownState(
+        {"stats": 1, "losses": 2, "moe": {"mean": 3, "loss": (4,)}, "other": {"loss": 5}},
+        [("losses",), ("moe", "loss"), ("other", "loss")],
+    )
+    assert found.kept == {"stats": 1, "moe": {"mean": 3}}
+    again = jax.tree.map(lambda x: x + 1, found)
+    assert again["losses"] == 3 and again.kept == {"stats": 2, "moe": {"mean": 4}}
