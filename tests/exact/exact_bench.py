@@ -7,6 +7,7 @@ relative to how far the leaf moved.
 """
 
 import contextlib
+import dataclasses
 import functools
 import pathlib
 import traceback
@@ -38,6 +39,8 @@ class Outcome:
 
     kind: Literal["equal", "differs", "refused", "crashed"]
     difference: float = float("nan")
+    gain: float = 1.0
+    """The largest factor of an update."""
     what: str = ""
     """The leaf that differs most, or the error."""
 
@@ -338,20 +341,26 @@ def outcome(row: Row, column: Column, workdir: pathlib.Path) -> Outcome:
         except Exception as error:
             return failed(error, has_begun=bool(updates))
         wanted, first = plain(row, column, updates if column.is_large else None)
-    return compared(got, wanted, first)
+    gain = max((float(np.max(update.gains)) for update in updates), default=1.0)
+    return dataclasses.replace(compared(got, wanted, first), gain=gain)
 
 
 def failed(error: BaseException, *, has_begun: bool) -> Outcome:
     """Return whether an error is a sentence of ours before the first step, or anything else."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1]
     is_ours = type(error).__module__.startswith(jg.__name__) or type(error) in (
         ValueError,
         TypeError,
     )
     is_ours &= PACKAGE in pathlib.Path(last.filename).parents and not has_begun
     text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-    where = "" if is_ours else f" [{pathlib.Path(last.filename).name}:{last.lineno}]"
-    return Outcome(kind="refused" if is_ours else "crashed", what=text + where)
+    if not is_ours:
+        ours = [frame for frame in frames if PACKAGE in pathlib.Path(frame.filename).parents]
+        text += "".join(
+            f" [{pathlib.Path(f.filename).name}:{f.lineno}]" for f in (*ours[-1:], last)
+        )
+    return Outcome(kind="refused" if is_ours else "crashed", what=text)
 
 
 def compared(got: Trained, wanted: Trained, first: Any) -> Outcome:
