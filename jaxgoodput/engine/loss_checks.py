@@ -18,6 +18,7 @@ from jaxgoodput.parallel.strategy import Layout
 # bfloat16, whose rounding is as large, the threshold is ten times as high.
 COUPLED = 1e-3
 NUM_KEYS = 16  # random keys with which a loss is tried that seems to grow with its batch
+MAX_CHOICES = 8  # choices of unlike samples, each by another leaf of theirs
 MAX_LOOKED_AT = 4096  # numbers of each leaf of a sample by which samples are told apart
 
 
@@ -68,7 +69,9 @@ class LossChecks:
             batch = self._placed(rows, places)
             after = self._state_after(state.params, state.model_state, batch, state.key)
             pairs = zip(_named(after), _named(state.model_state), strict=True)
-            return {name: _number(new) - _number(old) for (name, new), (_, old) in pairs}
+            return {
+                name: np.asarray(_number(new) - _number(old)) for (name, new), (_, old) in pairs
+            }
 
         both, first, second = change(0, 1, 2, 3), change(0, 1), change(2, 3)
         added, differing = [], []
@@ -179,23 +182,24 @@ class LossChecks:
         return jnp.sum(wide(out.sum if isinstance(out, Loss) else out)), after
 
 
-def unlike_halves(rows: PyTree, half: int) -> PyTree:
-    """Return twice `half` of the rows: first those with the fewest fillers, then those with the most.
+def unlike_halves(rows: PyTree, half: int) -> list[PyTree]:
+    """Return choices of twice `half` of the rows: first those with few fillers, then those with many.
 
-    A filler is the number that a leaf holds most often, such as a mask's 0 or the padding of tokens. So the
-    samples of the halves differ in weight if any of these samples do.
+    A filler is the number that a leaf holds most often, such as a mask's 0 or the padding of tokens. Each of
+    the first leaves makes a choice, so that halves differ in weight in one of them if any samples do.
     """
     count = len(jax.tree.leaves(rows)[0])
-    share = np.zeros(count)
-    for leaf in jax.tree.leaves(rows):
+    chosen: dict[tuple[int, ...], None] = {}
+    for leaf in jax.tree.leaves(rows)[:MAX_CHOICES]:
         numbers = np.asarray(leaf).reshape(count, -1)
         numbers = numbers[:, :: -(-max(numbers.shape[1], 1) // MAX_LOOKED_AT)]
-        if numbers.size:
-            values, times = np.unique(numbers, return_counts=True)
-            share += (numbers == values[np.argmax(times)]).mean(axis=1)
-    order = np.argsort(share, kind="stable")
-    chosen = np.concatenate([order[:half], order[count - half :]])
-    return jax.tree.map(lambda x: x[chosen], rows)
+        values, times = np.unique(numbers, return_counts=True)
+        share = (
+            (numbers == values[np.argmax(times)]).mean(axis=1) if numbers.size else np.zeros(count)
+        )
+        order = np.argsort(share, kind="stable")
+        chosen[(*order[:half].tolist(), *order[count - half :].tolist())] = None
+    return [jax.tree.map(lambda x, own=list(own): x[own], rows) for own in chosen]
 
 
 def _squares(tree: PyTree) -> Array:

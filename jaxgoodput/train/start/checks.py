@@ -103,7 +103,8 @@ def try_loss(setup: RunSetup, engine: Engine, state: TrainState, plan: BatchPlan
         )
     # No more rows than a step has, as this needs the memory of a gradient, too.
     half = 2 if plan.start.micro_batch_size >= NUM_TRIED else 1
-    if (splits or separate) and engine.couples_samples(state, unlike_halves(rows, half)):
+    choices = unlike_halves(rows, half) if splits or separate else []
+    if any(engine.couples_samples(state, four) for four in choices):
         parts = ["micro-batches"] * splits + ["replicas"] * separate
         logging.warning(
             "the loss of a sample depends on the samples beside it (batch statistics, in-batch negatives, "
@@ -123,7 +124,8 @@ def try_state(setup: RunSetup, engine: Engine, state: TrainState, *, resumed: bo
     )  # its first samples are gone
     if is_read or not _can_try(setup, engine):
         return
-    added, differing = engine.added_state(state, unlike_halves(_first_rows(setup), 2))
+    tried = [engine.added_state(state, four) for four in unlike_halves(_first_rows(setup), 2)]
+    added, differing = (tuple(sorted(set().union(*names))) for names in zip(*tried, strict=True))
     replicas = engine.num_replicas
     remedy = (
         f'set Config.loss to "global": one call then sees the samples of all {replicas} replicas.'
@@ -135,7 +137,7 @@ def try_state(setup: RunSetup, engine: Engine, state: TrainState, *, resumed: bo
             f"Variables(summed={added!r}), from_linen(summed=...) or from_nnx(summed=...), and what the "
             f"replicas add is added up. Or {remedy}"
         )
-    if differing:
+    if differing := tuple(name for name in differing if name not in added):
         raise ValueError(
             f"the model state {', '.join(differing)} is not floating and depends on the samples, of which "
             f"each of {replicas} replicas sees others: there is no mean of it. Make it floating, "
