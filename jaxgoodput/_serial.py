@@ -5,6 +5,7 @@ and infinities null. Reading: the types of the fields decide; if a field is a fl
 """
 
 import collections.abc
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -17,6 +18,8 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
+
+from jaxgoodput._typed import Note, describe
 
 T = TypeVar("T")
 
@@ -54,7 +57,7 @@ def decode(value: Any, type_: Any, where: str) -> Any:
 
     Fields with defaults may be missing. Unknown fields are errors, so that a misspelt limit is not ignored,
     unless the type's class variable `is_part` says that it declares only some of the fields.
-    `Annotated[T, S]`, for a field that holds arrays as well, is read as S.
+    `Annotated[T, S]`, for a field that holds arrays as well, is read as S; with a `Note` for S, as T.
 
     >>> decode([1, None], tuple[float, ...], "loads")
     (1.0, nan)
@@ -71,11 +74,12 @@ def decode(value: Any, type_: Any, where: str) -> Any:
     if kind is float and (value is None or type(value) is int):
         return math.nan if value is None else float(value)
     if isinstance(value, list) and kind.__module__ != "builtins":
-        return kind(*value)  # `encode` iterated over it, as over a PartitionSpec
+        with contextlib.suppress(
+            TypeError
+        ):  # `kind` may be a function's type, or take other arguments
+            return kind(*value)  # `encode` iterated over it, as over a PartitionSpec
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ValueError(
-            f"{where} is {_short.repr(value)}; it must be of type {getattr(kind, '__name__', kind)}"
-        )
+        raise ValueError(f"{where} is {_short.repr(value)}; it must be {describe(kind)}")
     return value
 
 
@@ -157,7 +161,7 @@ def _version(type_: type) -> int:
 
 
 def _decode_annotated(value: Any, kind: Any, parts: Sequence[Any], where: str) -> Any:
-    return decode(value, parts[1], where)
+    return decode(value, parts[0] if isinstance(parts[1], Note) else parts[1], where)
 
 
 def _decode_literal(value: Any, kind: Any, parts: Sequence[Any], where: str) -> Any:

@@ -16,6 +16,7 @@ FLOORS = (
         "_lazy",
         "_pytree",
         "_serial",
+        "_typed",
         "_wire",
         "_worker",
         "text",

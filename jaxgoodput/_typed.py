@@ -1,0 +1,358 @@
+"""The typed door of settings: the annotations of a dataclass decide which values its fields take.
+
+`@typed` checks every value that is given to a field before the dataclass is made: its type, that a number is
+finite and fits into 64 bits, and the notes of `Annotated` (ranges, conversions, remedies). The error names
+the field, the value, what is allowed and, if it can be told, what was probably meant. A whole number is
+accepted for a float, and a scalar of NumPy for a number of its kind; a bool is not a number.
+"""
+
+import collections.abc
+import dataclasses
+import datetime
+import difflib
+import functools
+import inspect
+import math
+import numbers
+import os
+import re
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+T = TypeVar("T")
+
+_NO = object()  # a value does not fit
+_LARGEST = 2**63 - 1
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = _short.maxlong = 60
+
+
+class Note:
+    """What an annotation says of a field beside its type."""
+
+
+@dataclass(frozen=True)
+class Range(Note):
+    """The numbers that a field takes."""
+
+    words: str
+    """The range in an error, such as "above 0"."""
+    above: float = -math.inf
+    least: float = -math.inf
+    below: float = math.inf
+
+    def __contains__(self, value: float) -> bool:
+        return value > self.above and value >= self.least and value < self.below
+
+
+@dataclass(frozen=True)
+class Conversion(Note):
+    """Values of other classes that say the same, and the function that converts them."""
+
+    classes: tuple[type, ...]
+    function: Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Remedy(Note):
+    """The end of an error about a field: what to write instead."""
+
+    text: str
+
+
+Positive = Annotated[float, Range("above 0", above=0)]
+NotNegative = Annotated[float, Range("of at least 0", least=0)]
+Seconds = Annotated[float, Range("of seconds, above 0", above=0)]
+Share = Annotated[float, Range("from 0 to below 1 (a share)", least=0, below=1)]
+InnerShare = Annotated[float, Range("between 0 and 1 (a share)", above=0, below=1)]
+Count = Annotated[int, Range("of at least 1", least=1)]
+CountOrZero = Annotated[int, Range("of at least 0", least=0)]
+Folder = Annotated[str, Conversion((os.PathLike,), os.fspath)]
+
+
+def typed(cls: type[T]) -> type[T]:
+    """Have a keyword-only dataclass check its fields by their annotations, before its own `__post_init__`.
+
+    Making it raises ValueError for a value that does not fit, and TypeError for a field that does not exist.
+    """
+    make: Callable[..., None] = cls.__init__
+    name = cls.__name__
+
+    # It has no annotations, so that a checker of all functions, as in tests, leaves the checks to the door.
+    def init(self, *args, **values):
+        if args:
+            raise TypeError(
+                f"{name} takes its settings by name; got {_short.repr(args[0])}. Write "
+                f"{name}({next(iter(annotations(cls)))}=...)."
+            )
+        kinds = annotations(cls)
+        for field in sorted(values.keys() - kinds.keys()):
+            raise TypeError(f"{name} has no field {field!r}{meant(field, list(field_names(cls)))}")
+        make(self, **{k: fit(v, kinds[k], f"{name}.{k}") for k, v in values.items()})
+
+    signature = inspect.signature(make)
+    plain = typing.get_type_hints(cls)
+    parameters = [
+        p.replace(annotation=plain[p.name])
+        for p in signature.parameters.values()
+        if p.name in plain
+    ]
+    setattr(cls, "__signature__", signature.replace(parameters=parameters))  # noqa: B010
+    setattr(cls, "__init__", init)  # noqa: B010
+    return cls
+
+
+@functools.cache
+def annotations(cls: type) -> dict[str, Any]:
+    """Return the annotation of each field of a dataclass, with its notes."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
+
+
+def field_names(cls: type, before: str = "") -> Iterator[str]:
+    """Yield the names of all fields of a dataclass, with a dot for fields of the dataclasses in it."""
+    for name, kind in annotations(cls).items():
+        yield before + name
+        inner = typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
+        if dataclasses.is_dataclass(inner) and isinstance(inner, type):
+            yield from field_names(inner, f"{before}{name}.")
+
+
+def meant(name: str, known: Sequence[str]) -> str:
+    """Return the end of an error about an unknown field: the names that may have been meant."""
+    last = name.rpartition(".")[-1]
+    close = [k for k in known if k.rpartition(".")[-1] == last]
+    close = close or difflib.get_close_matches(name, known, n=3)
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    return f". There are {', '.join(known)}."
+
+
+def fit(value: Any, kind: Any, where: str) -> Any:
+    """Return `value` as the type that an annotation asks for; `where` names the field in the error.
+
+    Raises ValueError if it is of another type, out of range or not finite.
+
+    >>> fit(6, Positive, "Config.base_steps")
+    6.0
+    >>> fit("10m", Seconds, "Tuning.every_s")
+    Traceback (most recent call last):
+    ValueError: Tuning.every_s must be a number of seconds, above 0; got '10m'. Write 600.
+    """
+    found = _fitted(value, kind)
+    if found is _NO:
+        raise ValueError(refusal(value, kind, where))
+    return found
+
+
+def refusal(value: Any, kind: Any, where: str) -> str:
+    """Return the error for a value that does not fit."""
+    remedy = _remedy(value, kind, where)
+    return f"{where} must be {describe(kind)}; got {_repr(value)}." + (remedy and f" {remedy}")
+
+
+def describe(kind: Any) -> str:
+    """Return in words which values an annotation allows.
+
+    >>> describe(Count | None), describe(Literal["min", "max"]), describe(tuple[int, int])
+    ('a whole number of at least 1, or None', '"min" or "max"', 'a tuple (a whole number, a whole number)')
+    """
+    origin, parts = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin is Annotated:
+        ranges = [note.words for note in parts[1:] if isinstance(note, Range)]
+        return " ".join([describe(parts[0]), *ranges])
+    if origin in (typing.Union, types.UnionType):
+        parts = [part for part in parts if not (part is int and float in parts)]
+        *firsts, last = map(describe, sorted(parts, key=lambda p: p is type(None)))
+        return f"{', '.join(firsts)}{',' if last == 'None' else ''} or {last}" if firsts else last
+    if origin is Literal:
+        return " or ".join(f'"{part}"' if isinstance(part, str) else repr(part) for part in parts)
+    if origin in _ROWS:
+        if origin is tuple and parts[-1] is not Ellipsis:
+            return f"a tuple ({', '.join(map(describe, parts))})"
+        return f"a tuple, each item {describe(parts[0])}"
+    if origin in _TABLES:
+        return f"a mapping from {describe(parts[0])} to {describe(parts[1])}"
+    return _WORDS.get(origin) or f"of type {getattr(origin, '__name__', origin)}"
+
+
+# -- what fits -----------------------------------------------------------------------------------------
+
+_ROWS = (tuple, list, collections.abc.Sequence)
+_TABLES = (dict, collections.abc.Mapping)
+_WORDS = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    type(None): "None",
+    collections.abc.Callable: "a function",
+}
+
+
+def _fitted(value: Any, kind: Any) -> Any:
+    """Return the value as the type that an annotation asks for, or `_NO`."""
+    origin, parts = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin is Any:
+        return value
+    if origin is Annotated:
+        return _within(value, parts[0], parts[1:])
+    if origin in (typing.Union, types.UnionType):
+        return next((x for part in parts if (x := _fitted(value, part)) is not _NO), _NO)
+    if origin is Literal:
+        return value if any(type(value) is type(p) and value == p for p in parts) else _NO
+    if origin in _ROWS:
+        return _row(value, origin, parts)
+    if origin in _TABLES:
+        return _table(value, parts)
+    if origin in _SCALARS:
+        return _SCALARS[origin](value)
+    if origin is collections.abc.Callable:
+        return value if callable(value) else _NO
+    return value if isinstance(value, origin) else _NO
+
+
+def _within(value: Any, kind: Any, notes: Sequence[Any]) -> Any:
+    for note in notes:
+        if isinstance(note, Conversion) and isinstance(value, note.classes):
+            try:
+                value = note.function(value)
+            except (TypeError, ValueError):
+                return _NO
+    found = _fitted(value, kind)
+    ranges = [note for note in notes if isinstance(note, Range)]
+    return found if found is not _NO and all(found in allowed for allowed in ranges) else _NO
+
+
+def _row(value: Any, origin: Any, parts: Sequence[Any]) -> Any:
+    """Return a list or tuple as a tuple, if its items fit."""
+    fixed = origin is tuple and parts[-1] is not Ellipsis
+    if not isinstance(value, list | tuple) or (fixed and len(value) != len(parts)):
+        return _NO
+    kinds = parts if fixed else [parts[0]] * len(value)
+    items = tuple(_fitted(item, kind) for item, kind in zip(value, kinds, strict=True))
+    return _NO if any(item is _NO for item in items) else items
+
+
+def _table(value: Any, parts: Sequence[Any]) -> Any:
+    if not isinstance(value, Mapping):
+        return _NO
+    items = {_fitted(key, parts[0]): _fitted(item, parts[1]) for key, item in value.items()}
+    return _NO if _NO in items or any(item is _NO for item in items.values()) else items
+
+
+def _bool(value: Any) -> Any:
+    is_numpys = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
+    return bool(value) if isinstance(value, bool) or is_numpys else _NO
+
+
+def _int(value: Any) -> Any:
+    # NumPy counts its time spans among the integers.
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or _is_span(value):
+        return _NO
+    return int(value) if abs(int(value)) <= _LARGEST else _NO
+
+
+def _float(value: Any) -> Any:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or _is_span(value):
+        return _NO
+    try:
+        found = float(value)
+    except OverflowError:
+        return _NO
+    return found if math.isfinite(found) else _NO
+
+
+def _str(value: Any) -> Any:
+    # Of a subclass, such as an enumeration of strings, only the text is kept.
+    return str.__str__(value) if isinstance(value, str) else _NO
+
+
+_SCALARS: Mapping[Any, Callable[[Any], Any]] = {bool: _bool, int: _int, float: _float, str: _str}
+
+
+def _is_span(value: Any) -> bool:
+    return type(value).__name__ == "timedelta64"
+
+
+def _repr(value: Any) -> str:
+    try:
+        return _short.repr(value)
+    except Exception as error:  # the value's own
+        return f"a {type(value).__name__} (whose repr raises {type(error).__name__})"
+
+
+# -- what was meant ------------------------------------------------------------------------------------
+
+_SECONDS = {"ms": 1e-3, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+_BYTES = {f"{letter}{unit}": base**power for power, letter in enumerate("kmgt", start=1)
+          for unit, base in (("", 2**10), ("ib", 2**10), ("b", 10**3))} | {"b": 1}  # fmt: skip
+
+
+def _remedy(value: Any, kind: Any, where: str) -> str:
+    """Return a sentence on what to write instead; "" if nothing better is known than what is allowed."""
+    leaves, notes = _leaves(kind)
+    written = [note.text for note in notes if isinstance(note, Remedy)]
+    guess = _guess(value, where)
+    if guess is not _NO and guess is not value and _fitted(guess, kind) is not _NO:
+        return f"Write {_repr(guess)}."
+    choices = [str(p) for leaf in leaves for p in typing.get_args(leaf) if isinstance(p, str)]
+    if isinstance(value, str) and (close := difflib.get_close_matches(value, choices, n=1)):
+        return f'Did you mean "{close[0]}"?'
+    if written:
+        return written[0]
+    if isinstance(value, bool) and {int, float} & set(leaves):
+        return "A bool is not a number."
+    return ""
+
+
+def _leaves(kind: Any) -> tuple[list[Any], list[Any]]:
+    """Return the types that an annotation consists of, and its notes."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        leaves, notes = _leaves(parts[0])
+        return leaves, [*parts[1:], *notes]
+    if origin in (typing.Union, types.UnionType):
+        pairs = [_leaves(part) for part in parts]
+        return [x for leaves, _ in pairs for x in leaves], [x for _, notes in pairs for x in notes]
+    return [kind], []
+
+
+def _guess(value: Any, where: str) -> Any:
+    """Return what was probably meant by a value of another type; `_NO` if nothing comes to mind."""
+    if isinstance(value, str):
+        return _of_text(value.strip(), where)
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST:
+        return int(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, bool) and value in (0, 1):
+        return bool(value)
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # an array of one number
+        return value.item()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return (value,)
+    return getattr(value, "__name__", _NO) if isinstance(value, type) else _NO
+
+
+def _of_text(text: str, where: str) -> Any:
+    """Return the value that a text stands for: a number, a time, bytes, a share, a bool or None."""
+    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    words |= {"none": None, "null": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    found = re.fullmatch(r"([-+]?[\d_,]*\.?\d+(?:e[-+]?\d+)?)\s*([a-z%]*)", text.lower())
+    if not found or len(text) > 30:
+        return _NO
+    number, unit = float(re.sub("[_,]", "", found[1])), found[2]
+    scales = {"": 1.0, "%": 0.01}
+    scales |= _SECONDS if where.endswith("_s") else _BYTES if where.endswith("_bytes") else {}
+    if unit not in scales or not math.isfinite(number * scales[unit]):
+        return _NO
+    scaled = number * scales[unit]
+    return int(scaled) if scaled.is_integer() else scaled
