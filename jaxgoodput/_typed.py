@@ -87,7 +87,7 @@ def typed(cls: type[T]) -> type[T]:
     def init(self, *args, **values):
         if args:
             raise TypeError(
-                f"{name} takes its settings by name; got {_short.repr(args[0])}. Write "
+                f"{name} takes its settings by name; got {shortened(args[0])}. Write "
                 f"{name}({next(iter(annotations(cls)))}=...)."
             )
         kinds = annotations(cls)
@@ -153,7 +153,7 @@ def fit(value: Any, kind: Any, where: str) -> Any:
 def refusal(value: Any, kind: Any, where: str) -> str:
     """Return the error for a value that does not fit."""
     remedy = _remedy(value, kind, where)
-    return f"{where} must be {describe(kind)}; got {_repr(value)}." + (remedy and f" {remedy}")
+    return f"{where} must be {describe(kind)}; got {shortened(value)}." + (remedy and f" {remedy}")
 
 
 def describe(kind: Any) -> str:
@@ -280,7 +280,8 @@ def _is_span(value: Any) -> bool:
     return type(value).__name__ == "timedelta64"
 
 
-def _repr(value: Any) -> str:
+def shortened(value: Any) -> str:
+    """Return the `repr` of a value for an error, without its middle if it is long."""
     try:
         return _short.repr(value)
     except Exception as error:  # the value's own
@@ -300,7 +301,7 @@ def _remedy(value: Any, kind: Any, where: str) -> str:
     written = [note.text for note in notes if isinstance(note, Remedy)]
     guess = _guess(value, where)
     if guess is not _NO and guess is not value and _fitted(guess, kind) is not _NO:
-        return f"Write {_repr(guess)}."
+        return f"Write {shortened(guess)}."
     choices = [str(p) for leaf in leaves for p in typing.get_args(leaf) if isinstance(p, str)]
     if isinstance(value, str) and (close := difflib.get_close_matches(value, choices, n=1)):
         return f'Did you mean "{close[0]}"?'
@@ -346,13 +347,23 @@ def _of_text(text: str, where: str) -> Any:
     words |= {"none": None, "null": None}
     if text.lower() in words:
         return words[text.lower()]
+    found = number_in(text, where)
+    return _NO if found is None else found
+
+
+def number_in(text: str, where: str) -> float | int | None:
+    """Return the number that a text stands for, in the unit of the field `where`; None if there is none.
+
+    >>> number_in("10m", "grace_s"), number_in("1,000", "steps"), number_in("5%", "share")
+    (600, 1000, 0.05)
+    """
     found = re.fullmatch(r"([-+]?[\d_,]*\.?\d+(?:e[-+]?\d+)?)\s*([a-z%]*)", text.lower())
     if not found or len(text) > 30:
-        return _NO
+        return None
     number, unit = float(re.sub("[_,]", "", found[1])), found[2]
     scales = {"": 1.0, "%": 0.01}
     scales |= _SECONDS if where.endswith("_s") else _BYTES if where.endswith("_bytes") else {}
     if unit not in scales or not math.isfinite(number * scales[unit]):
-        return _NO
+        return None
     scaled = number * scales[unit]
     return int(scaled) if scaled.is_integer() else scaled

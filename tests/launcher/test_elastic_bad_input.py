@@ -86,7 +86,7 @@ def test_an_option_of_elastic_jobs_is_refused_in_others(capsys, option):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["--nnodes", "1", "--hostfile", "twice.txt"], "b is there twice among the hosts"),
+        (["--nnodes", "1", "--hostfile", "twice.txt"], "twice.txt: b is there twice"),
         (["--nnodes", "1", "--hostfile", "slots.txt"], "the host file says 'b slots=8'"),
         (["--nnodes", "1", "--hostfile", "none.txt"], "--hostfile none.txt names no host"),
         (["--nnodes", "1", "--hosts", ","], "--hosts ',' names no host"),

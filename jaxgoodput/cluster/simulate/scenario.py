@@ -204,7 +204,7 @@ def _synthetic(
     workload: str, cluster: str | None, seed: int, hours: float, speed: str | None
 ) -> Scenario:
     number = workload.partition(":")[2]
-    if number and not re.fullmatch("[0-9]{1,6}", number):
+    if number and not re.fullmatch("0*[1-9][0-9]{0,5}", number):
         raise ValueError(
             f"--workload {workload!r}: the number of jobs, below a million, comes after synthetic:, such as "
             "synthetic:160."
