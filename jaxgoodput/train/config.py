@@ -247,9 +247,11 @@ class Config:
     "smaller" trains on them as a batch of their own size, whose program is compiled in the background. "drop"
     leaves them out."""
     seed: CountOrZero = 0
-    """Seed of the parameters, the order of the data, and the keys passed to losses."""
+    """Seed of the parameters, the order of the data, and the keys passed to losses.
+
+    A resumed run keeps the order of its checkpoint, with a warning if the seed is another one."""
     shuffle: bool = True
-    """Whether every epoch has its own random order."""
+    """Whether every epoch has its own random order; a resumed run keeps the order of its checkpoint."""
     strategies: tuple[Strategy, ...] = ()
     """Strategies that lay the model out on the devices; () for a copy of the model on every device.
 

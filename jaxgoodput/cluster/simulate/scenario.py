@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxgoodput._serial import loads
+from jaxgoodput._typed import shortened
 from jaxgoodput.cluster.published import traces
 from jaxgoodput.cluster.published.traces import TraceJob
 from jaxgoodput.cluster.simulate.conditions.due import read_deadlines, with_deadlines
@@ -238,9 +239,13 @@ def _synthetic(
 def _published(workload: str, cluster: str | None) -> Scenario:
     """Read a workload in the layout that Pollux, Sia or Gavel ship."""
     path = pathlib.Path(workload)
-    if not path.exists():
+    try:
+        is_there = path.exists()
+    except OSError:  # a name that is too long
+        is_there = False
+    if not is_there:
         raise ValueError(
-            f"--workload {workload!r}: there is no such file or folder. Give synthetic:JOBS, or a "
+            f"--workload {shortened(workload)}: there is no such file or folder. Give synthetic:JOBS, or a "
             "workload in the layout that Pollux, Sia or Gavel ship."
         )
     path = _one_file(path) if path.is_dir() else path
