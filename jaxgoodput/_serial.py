@@ -19,7 +19,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from jaxgoodput._typed import Note, describe
+from jaxgoodput._typed import FieldNote, describe
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ def decode(value: Any, type_: Any, where: str) -> Any:
 
     Fields with defaults may be missing. Unknown fields are errors, so that a misspelt limit is not ignored,
     unless the type's class variable `is_part` says that it declares only some of the fields.
-    `Annotated[T, S]`, for a field that holds arrays as well, is read as S; with a `Note` for S, as T.
+    `Annotated[T, S]`, for a field that holds arrays as well, is read as S; with a `FieldNote` for S, as T.
 
     >>> decode([1, None], tuple[float, ...], "loads")
     (1.0, nan)
@@ -161,7 +161,7 @@ def _version(type_: type) -> int:
 
 
 def _decode_annotated(value: Any, kind: Any, parts: Sequence[Any], where: str) -> Any:
-    return decode(value, parts[0] if isinstance(parts[1], Note) else parts[1], where)
+    return decode(value, parts[0] if isinstance(parts[1], FieldNote) else parts[1], where)
 
 
 def _decode_literal(value: Any, kind: Any, parts: Sequence[Any], where: str) -> Any:

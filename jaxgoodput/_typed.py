@@ -32,12 +32,12 @@ _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 60
 
 
-class Note:
+class FieldNote:
     """What an annotation says of a field beside its type."""
 
 
 @dataclass(frozen=True)
-class Range(Note):
+class Range(FieldNote):
     """The numbers that a field takes."""
 
     words: str
@@ -51,7 +51,7 @@ class Range(Note):
 
 
 @dataclass(frozen=True)
-class Conversion(Note):
+class Conversion(FieldNote):
     """Values of other classes that say the same, and the function that converts them."""
 
     classes: tuple[type, ...]
@@ -59,7 +59,7 @@ class Conversion(Note):
 
 
 @dataclass(frozen=True)
-class Remedy(Note):
+class Remedy(FieldNote):
     """The end of an error about a field: what to write instead."""
 
     text: str
@@ -163,61 +163,28 @@ def describe(kind: Any) -> str:
     ('a whole number of at least 1, or None', '"min" or "max"', 'a tuple (a whole number, a whole number)')
     """
     origin, parts = typing.get_origin(kind) or kind, typing.get_args(kind)
-    if origin is Annotated:
-        ranges = [note.words for note in parts[1:] if isinstance(note, Range)]
-        return " ".join([describe(parts[0]), *ranges])
-    if origin in (typing.Union, types.UnionType):
-        parts = [part for part in parts if not (part is int and float in parts)]
-        *firsts, last = map(describe, sorted(parts, key=lambda p: p is type(None)))
-        return f"{', '.join(firsts)}{',' if last == 'None' else ''} or {last}" if firsts else last
-    if origin is Literal:
-        return " or ".join(f'"{part}"' if isinstance(part, str) else repr(part) for part in parts)
-    if origin in _ROWS:
-        if origin is tuple and parts[-1] is not Ellipsis:
-            return f"a tuple ({', '.join(map(describe, parts))})"
-        return f"a tuple, each item {describe(parts[0])}"
-    if origin in _TABLES:
-        return f"a mapping from {describe(parts[0])} to {describe(parts[1])}"
-    return _WORDS.get(origin) or f"of type {getattr(origin, '__name__', origin)}"
+    if (words := _KINDS.get(origin)) is None:
+        return f"of type {getattr(origin, '__name__', origin)}"
+    return words.describe(*parts)
 
 
-# -- what fits -----------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class FieldKind:
+    """A kind of annotation: its words in errors, and which values fit; both take its parts."""
 
-_ROWS = (tuple, list, collections.abc.Sequence)
-_TABLES = (dict, collections.abc.Mapping)
-_WORDS = {
-    bool: "True or False",
-    int: "a whole number",
-    float: "a number",
-    str: "a string",
-    type(None): "None",
-    collections.abc.Callable: "a function",
-}
+    describe: Callable[..., str]
+    fitted: Callable[..., Any]
 
 
-def _fitted(value: Any, kind: Any) -> Any:
+def _fitted(value: Any, annotation: Any) -> Any:
     """Return the value as the type that an annotation asks for, or `_NO`."""
-    origin, parts = typing.get_origin(kind) or kind, typing.get_args(kind)
-    if origin is Any:
-        return value
-    if origin is Annotated:
-        return _within(value, parts[0], parts[1:])
-    if origin in (typing.Union, types.UnionType):
-        return next((x for part in parts if (x := _fitted(value, part)) is not _NO), _NO)
-    if origin is Literal:
-        return value if any(type(value) is type(p) and value == p for p in parts) else _NO
-    if origin in _ROWS:
-        return _row(value, origin, parts)
-    if origin in _TABLES:
-        return _table(value, parts)
-    if origin in _SCALARS:
-        return _SCALARS[origin](value)
-    if origin is collections.abc.Callable:
-        return value if callable(value) else _NO
+    origin, parts = typing.get_origin(annotation) or annotation, typing.get_args(annotation)
+    if (kind := _KINDS.get(origin)) is not None:
+        return kind.fitted(value, *parts)
     return value if isinstance(value, origin) else _NO
 
 
-def _within(value: Any, kind: Any, notes: Sequence[Any]) -> Any:
+def _noted(value: Any, kind: Any, *notes: Any) -> Any:
     for note in notes:
         if isinstance(note, Conversion) and isinstance(value, note.classes):
             try:
@@ -229,21 +196,51 @@ def _within(value: Any, kind: Any, notes: Sequence[Any]) -> Any:
     return found if found is not _NO and all(found in allowed for allowed in ranges) else _NO
 
 
-def _row(value: Any, origin: Any, parts: Sequence[Any]) -> Any:
+def _noted_in_words(kind: Any, *notes: Any) -> str:
+    return " ".join([describe(kind), *(note.words for note in notes if isinstance(note, Range))])
+
+
+def _any_of(value: Any, *kinds: Any) -> Any:
+    return next((found for kind in kinds if (found := _fitted(value, kind)) is not _NO), _NO)
+
+
+def _any_of_in_words(*kinds: Any) -> str:
+    numbers_once = [kind for kind in kinds if not (kind is int and float in kinds)]
+    *firsts, last = map(describe, sorted(numbers_once, key=lambda kind: kind is type(None)))
+    return f"{', '.join(firsts)}{',' if last == 'None' else ''} or {last}" if firsts else last
+
+
+def _one_of(value: Any, *choices: Any) -> Any:
+    same = (type(value) is type(choice) and value == choice for choice in choices)
+    return value if any(same) else _NO
+
+
+def _one_of_in_words(*choices: Any) -> str:
+    return " or ".join(f'"{x}"' if isinstance(x, str) else repr(x) for x in choices)
+
+
+def _tuple(value: Any, *kinds: Any) -> Any:
     """Return a list or tuple as a tuple, if its items fit."""
-    fixed = origin is tuple and parts[-1] is not Ellipsis
-    if not isinstance(value, list | tuple) or (fixed and len(value) != len(parts)):
+    if not isinstance(value, list | tuple):
         return _NO
-    kinds = parts if fixed else [parts[0]] * len(value)
-    items = tuple(_fitted(item, kind) for item, kind in zip(value, kinds, strict=True))
+    wanted = [kinds[0]] * len(value) if kinds[-1] is Ellipsis else kinds
+    if len(value) != len(wanted):
+        return _NO
+    items = tuple(map(_fitted, value, wanted))
     return _NO if any(item is _NO for item in items) else items
 
 
-def _table(value: Any, parts: Sequence[Any]) -> Any:
+def _tuple_in_words(*kinds: Any) -> str:
+    if kinds[-1] is Ellipsis:
+        return f"a tuple, each item {describe(kinds[0])}"
+    return f"a tuple ({', '.join(map(describe, kinds))})"
+
+
+def _mapping(value: Any, key: Any, item: Any) -> Any:
     if not isinstance(value, Mapping):
         return _NO
-    items = {_fitted(key, parts[0]): _fitted(item, parts[1]) for key, item in value.items()}
-    return _NO if _NO in items or any(item is _NO for item in items.values()) else items
+    found = {_fitted(k, key): _fitted(x, item) for k, x in value.items()}
+    return _NO if any(x is _NO for pair in found.items() for x in pair) else found
 
 
 def _bool(value: Any) -> Any:
@@ -268,16 +265,42 @@ def _float(value: Any) -> Any:
     return found if math.isfinite(found) else _NO
 
 
+def _is_span(value: Any) -> bool:
+    return type(value).__name__ == "timedelta64"
+
+
 def _str(value: Any) -> Any:
     # Of a subclass, such as an enumeration of strings, only the text is kept.
     return str.__str__(value) if isinstance(value, str) else _NO
 
 
-_SCALARS: Mapping[Any, Callable[[Any], Any]] = {bool: _bool, int: _int, float: _float, str: _str}
+def _function(value: Any, *_: Any) -> Any:
+    return value if callable(value) else _NO
 
 
-def _is_span(value: Any) -> bool:
-    return type(value).__name__ == "timedelta64"
+def _sequence(value: Any, kind: Any) -> Any:
+    return _tuple(value, kind, ...)
+
+
+_union = FieldKind(_any_of_in_words, _any_of)
+_KINDS: Mapping[Any, FieldKind] = {
+    Any: FieldKind(lambda: "anything", lambda value: value),
+    type(None): FieldKind(lambda: "None", lambda value: value if value is None else _NO),
+    bool: FieldKind(lambda: "True or False", _bool),
+    int: FieldKind(lambda: "a whole number", _int),
+    float: FieldKind(lambda: "a number", _float),
+    str: FieldKind(lambda: "a string", _str),
+    Annotated: FieldKind(_noted_in_words, _noted),
+    typing.Union: _union,
+    types.UnionType: _union,
+    Literal: FieldKind(_one_of_in_words, _one_of),
+    tuple: FieldKind(_tuple_in_words, _tuple),
+    collections.abc.Sequence: FieldKind(lambda kind: _tuple_in_words(kind, ...), _sequence),
+    collections.abc.Mapping: FieldKind(
+        lambda key, item: f"a mapping from {describe(key)} to {describe(item)}", _mapping
+    ),
+    collections.abc.Callable: FieldKind(lambda *_: "a function", _function),
+}
 
 
 def shortened(value: Any) -> str:
@@ -298,18 +321,22 @@ _BYTES = {f"{letter}{unit}": base**power for power, letter in enumerate("kmgt", 
 def _remedy(value: Any, kind: Any, where: str) -> str:
     """Return a sentence on what to write instead; "" if nothing better is known than what is allowed."""
     leaves, notes = _leaves(kind)
-    written = [note.text for note in notes if isinstance(note, Remedy)]
     guess = _guess(value, where)
     if guess is not _NO and guess is not value and _fitted(guess, kind) is not _NO:
         return f"Write {shortened(guess)}."
-    choices = [str(p) for leaf in leaves for p in typing.get_args(leaf) if isinstance(p, str)]
-    if isinstance(value, str) and (close := difflib.get_close_matches(value, choices, n=1)):
-        return f'Did you mean "{close[0]}"?'
-    if written:
-        return written[0]
+    if (choice := _nearest(value, leaves)) is not None:
+        return f'Did you mean "{choice}"?'
+    written = [note.text for note in notes if isinstance(note, Remedy)]
     if isinstance(value, bool) and {int, float} & set(leaves):
-        return "A bool is not a number."
-    return ""
+        written.append("A bool is not a number.")
+    return next(iter(written), "")
+
+
+def _nearest(value: Any, leaves: Sequence[Any]) -> str | None:
+    choices = [choice for leaf in leaves for choice in typing.get_args(leaf)]
+    texts = [choice for choice in choices if isinstance(choice, str)]
+    close = difflib.get_close_matches(value, texts, n=1) if isinstance(value, str) else []
+    return next(iter(close), None)
 
 
 def _leaves(kind: Any) -> tuple[list[Any], list[Any]]:
@@ -330,15 +357,21 @@ def _guess(value: Any, where: str) -> Any:
         return _of_text(value.strip(), where)
     if isinstance(value, datetime.timedelta):
         return value.total_seconds()
-    if isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST:
-        return int(value)
-    if isinstance(value, numbers.Real) and not isinstance(value, bool) and value in (0, 1):
-        return bool(value)
+    if isinstance(value, type):
+        return value.__name__
+    if dataclasses.is_dataclass(value):
+        return (value,)
+    return _of_number(value)
+
+
+def _of_number(value: Any) -> Any:
     if getattr(value, "shape", None) == () and hasattr(value, "item"):  # an array of one number
         return value.item()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return (value,)
-    return getattr(value, "__name__", _NO) if isinstance(value, type) else _NO
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return _NO
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST:
+        return int(value)
+    return bool(value) if value in (0, 1) else _NO
 
 
 def _of_text(text: str, where: str) -> Any:

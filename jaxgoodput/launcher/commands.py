@@ -233,23 +233,30 @@ def _require_consistent(options, parser: argparse.ArgumentParser) -> None:
 
 def _hosts(options) -> tuple[str, ...]:
     """Return the names in --hosts or --hostfile. Raises UsageError if the one given names no host."""
-    from jaxgoodput.launcher.elastic.hosts import read_host_file
     from jaxgoodput.launcher.supervise import UsageError
 
-    if options.hostfile is not None:
-        try:
-            hosts = read_host_file(options.hostfile.read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--hostfile {options.hostfile} cannot be read: {error}") from None
-        given = f"--hostfile {options.hostfile}"
+    if options.hosts is None and options.hostfile is None:
+        return ()
+    if options.hostfile is None:
+        hosts, given = options.hosts.split(","), f"--hosts {options.hosts!r}"
     else:
-        hosts = [host for host in (options.hosts or "").split(",") if host]
-        given = f"--hosts {options.hosts!r}"
-    if not hosts and (options.hostfile, options.hosts) != (None, None):
+        hosts, given = _in_file(options.hostfile), f"--hostfile {options.hostfile}"
+    hosts = [host for host in hosts if host]
+    if not hosts:
         raise UsageError(f"{given} names no host")
     if twice := sorted({host for host in hosts if hosts.count(host) > 1}):
         raise UsageError(f"{given}: {', '.join(twice)} is there twice. Name each host once.")
     return tuple(hosts)
+
+
+def _in_file(path: pathlib.Path) -> list[str]:
+    from jaxgoodput.launcher.elastic.hosts import read_host_file
+    from jaxgoodput.launcher.supervise import UsageError
+
+    try:
+        return read_host_file(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--hostfile {path} cannot be read: {error}") from None
 
 
 def _set(options, *names: str) -> dict[str, Any]:
