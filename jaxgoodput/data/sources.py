@@ -367,7 +367,14 @@ class StreamSource(Source):
     def restore(self, saved: StreamState) -> None:
         """Set the stream back to a state that `state_at` returned, in this process or another."""
         with self._reading:  # an earlier loader may have been closed during a read
-            getattr(self._owner, self._methods[1])(_read_state(saved))
+            get, set_back = self._methods
+            try:
+                getattr(self._owner, set_back)(_read_state(saved))
+            except Exception as error:  # the stream's own
+                raise RuntimeError(
+                    f"{set_back}() of the stream {self._name} failed: {type(error).__name__}: {error}. It must "
+                    f"set the stream back to any state that {get}() returned."
+                ) from error
             if self._owner is not self._iterator:
                 self._iterator = iter(self._stream)
             self._items, self._next, self._released = {}, saved.place, saved.place

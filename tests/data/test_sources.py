@@ -622,3 +622,14 @@ def test_a_state_that_cannot_be_saved_is_refused():
 
     with pytest.raises(TypeError, match="state_dict.. of the stream Locked .* cannot be pickled"):
         as_source(Locked())
+
+
+def test_a_stream_that_cannot_be_set_back_is_told_before_a_run_begins():
+    class OneWay(Loadable):
+        def load_state_dict(self, state):
+            raise NotImplementedError("later")
+
+    with pytest.raises(
+        RuntimeError, match="load_state_dict.. of the stream OneWay failed: NotImpl"
+    ):
+        as_source(OneWay()).begin()
