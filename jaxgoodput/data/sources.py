@@ -372,8 +372,8 @@ class StreamSource(Source):
                 getattr(self._owner, set_back)(_read_state(saved))
             except Exception as error:  # the stream's own
                 raise RuntimeError(
-                    f"{set_back}() of the stream {self._name} failed: {type(error).__name__}: {error}. It must "
-                    f"set the stream back to any state that {get}() returned."
+                    f"{set_back}() of the stream {self._name} failed: {type(error).__name__}: {error}. It "
+                    f"must set the stream back to any state that {get}() returned."
                 ) from error
             if self._owner is not self._iterator:
                 self._iterator = iter(self._stream)
