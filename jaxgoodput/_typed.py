@@ -42,9 +42,9 @@ class Range(FieldNote):
 
     words: str
     """The range in an error, such as "above 0"."""
-    above: float = -math.inf
-    least: float = -math.inf
-    below: float = math.inf
+    above: int | float = -math.inf
+    least: int | float = -math.inf
+    below: int | float = math.inf
 
     def __contains__(self, value: float) -> bool:
         return value > self.above and value >= self.least and value < self.below
