@@ -369,7 +369,7 @@ def _of_number(value: Any) -> Any:
         return value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return _NO
-    if isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST:
+    if isinstance(value, float) and value.is_integer() and _int(int(value)) is not _NO:
         return int(value)
     return bool(value) if value in (0, 1) else _NO
 

@@ -1,6 +1,7 @@
 """The commands that start jobs: `jaxgoodput run`, `agent`, `coordinate` and `plan`."""
 
 import argparse
+import pathlib
 import sys
 from typing import Any
 
@@ -235,12 +236,12 @@ def _hosts(options) -> tuple[str, ...]:
     """Return the names in --hosts or --hostfile. Raises UsageError if the one given names no host."""
     from jaxgoodput.launcher.supervise import UsageError
 
-    if options.hosts is None and options.hostfile is None:
-        return ()
-    if options.hostfile is None:
+    if options.hostfile is not None:
+        hosts, given = _in_file(options.hostfile), f"--hostfile {options.hostfile}"
+    elif options.hosts is not None:
         hosts, given = options.hosts.split(","), f"--hosts {options.hosts!r}"
     else:
-        hosts, given = _in_file(options.hostfile), f"--hostfile {options.hostfile}"
+        return ()
     hosts = [host for host in hosts if host]
     if not hosts:
         raise UsageError(f"{given} names no host")

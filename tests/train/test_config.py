@@ -6,6 +6,7 @@ import json
 import math
 import operator
 import pathlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,11 @@ from jaxgoodput.train.config import (
 )
 
 LIMITS = BatchLimits(base=32, max=1024, micro=(4, 128))
+
+
+def of(cls, *values, **fields) -> Any:
+    """A dataclass of values that its types forbid."""
+    return cls(*values, **fields)
 
 
 def config(*overrides, **settings):
@@ -130,20 +136,20 @@ def test_a_value_of_another_type_is_refused_by_name(name, value, message):
 @pytest.mark.parametrize(
     ("make", "meant"),
     [
-        (lambda: Saving(every_s="10m"), "Write 600."),
-        (lambda: Saving(every_s=datetime.timedelta(minutes=3)), "Write 180.0."),
+        (lambda: of(Saving, every_s="10m"), "Write 600."),
+        (lambda: of(Saving, every_s=datetime.timedelta(minutes=3)), "Write 180.0."),
         (lambda: config(base_steps="1e-3"), "Write 0.001."),
         (lambda: config(base_steps=np.array(3.0)), "Write 3.0."),
-        (lambda: Execution(memory_bytes="16GiB"), "Write 17179869184."),
-        (lambda: Statistics(smoothing="5%"), "Write 0.05."),
+        (lambda: of(Execution, memory_bytes="16GiB"), "Write 17179869184."),
+        (lambda: of(Statistics, smoothing="5%"), "Write 0.05."),
         (lambda: config(shuffle="no"), "Write False."),
         (lambda: config(ema="none"), "Write None."),
         (lambda: config(seed=True), "A bool is not a number."),
         (lambda: config(compute_dtype=np.float32), "Write 'float32'."),
         (lambda: config(strategies=Strategy(fsdp=8)), r"Write \(Strategy"),
         (lambda: config(rule="linear"), "such as jg.rules.linear"),
-        (lambda: Strategy(data="2"), "Write 2."),
-        (lambda: BatchLimits(base=32, max=64, micro=8), r"such as \(8, 64\)"),
+        (lambda: of(Strategy, data="2"), "Write 2."),
+        (lambda: of(BatchLimits, base=32, max=64, micro=8), r"such as \(8, 64\)"),
     ],
 )
 def test_an_error_says_what_was_probably_meant(make, meant):
@@ -159,8 +165,8 @@ def test_an_error_says_what_was_probably_meant(make, meant):
             lambda: config(min_gain=1),
             "Config has no field 'min_gain'; did you mean tuning.min_gain",
         ),
-        (lambda: Tuning(colour=1), "Tuning has no field 'colour'. There are min_gain, "),
-        (lambda: Strategy(2), r"takes its settings by name; got 2. Write Strategy\(data=...\)"),
+        (lambda: of(Tuning, colour=1), "Tuning has no field 'colour'. There are min_gain, "),
+        (lambda: of(Strategy, 2), r"takes its settings by name; got 2. Write Strategy\(data=...\)"),
     ],
 )
 def test_a_field_that_does_not_exist_is_named_with_the_nearest(make, message):

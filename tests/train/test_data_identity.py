@@ -143,4 +143,4 @@ def test_the_last_batch_may_be_dropped_later(tmp_path):
     """The new value counts: only the samples at the very end are concerned, and none comes twice."""
     run(tmp_path, stop=5)
     seen = run(tmp_path, last_batch="drop")
-    assert seen.max() == 2 and (2 - seen).sum() == 2 * NUM_SAMPLES % 16
+    assert seen is not None and seen.max() == 2 and (2 - seen).sum() == 2 * NUM_SAMPLES % 16
