@@ -19,7 +19,7 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -46,7 +46,7 @@ class Range(FieldNote):
     least: int | float = -math.inf
     below: int | float = math.inf
 
-    def __contains__(self, value: float) -> bool:
+    def __contains__(self, value: int | float) -> bool:
         return value > self.above and value >= self.least and value < self.below
 
 
@@ -92,7 +92,7 @@ def typed(cls: type[T]) -> type[T]:
             )
         kinds = annotations(cls)
         for field in sorted(values.keys() - kinds.keys()):
-            raise TypeError(f"{name} has no field {field!r}{meant(field, list(field_names(cls)))}")
+            raise TypeError(f"{name} has no field {field!r}{meant(field, field_names(cls))}")
         make(self, **{k: fit(v, kinds[k], f"{name}.{k}") for k, v in values.items()})
 
     signature = inspect.signature(make)
@@ -114,13 +114,16 @@ def annotations(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
 
 
-def field_names(cls: type, before: str = "") -> Iterator[str]:
-    """Yield the names of all fields of a dataclass, with a dot for fields of the dataclasses in it."""
+@functools.cache
+def field_names(cls: type) -> tuple[str, ...]:
+    """Return the names of all fields of a dataclass, with a dot for fields of the dataclasses in it."""
+    found: list[str] = []
     for name, kind in annotations(cls).items():
-        yield before + name
+        found.append(name)
         inner = typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
         if dataclasses.is_dataclass(inner) and isinstance(inner, type):
-            yield from field_names(inner, f"{before}{name}.")
+            found += (f"{name}.{field}" for field in field_names(inner))
+    return tuple(found)
 
 
 def meant(name: str, known: Sequence[str]) -> str:

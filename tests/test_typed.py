@@ -10,6 +10,7 @@ import decimal
 import enum
 import fractions
 import functools
+import itertools
 import json
 import math
 import os
@@ -257,10 +258,15 @@ def override_problem(name: str, text: str) -> str:
     return problem(make, last, lambda made: isinstance(made, Config))
 
 
-@pytest.mark.slow
-def test_every_odd_override():
-    texts = [*TEXTS, *map(json.dumps, JSON), "[" * 100_000, '{"a":' * 2000, "[1,", "NaN"]
-    cases = [(name, text) for name in NAMES for text in texts]
+TEXTS_OF_OVERRIDES = [*TEXTS, *map(json.dumps, JSON), "[" * 100_000, '{"a":' * 2000, "[1,", "NaN"]
+OVERRIDES = list(itertools.product(NAMES, TEXTS_OF_OVERRIDES))
+
+
+@pytest.mark.parametrize(
+    "share", [30, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.nightly])]
+)
+def test_every_odd_override(share):
+    cases = OVERRIDES[::share]
     found = [f"{n}={t[:40]!r}: {w}" for n, t in cases if (w := override_problem(n, t))]
     assert not found, "\n".join(found[:20]) + f"\n{len(found)} of {len(cases)}"
 

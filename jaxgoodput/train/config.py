@@ -395,7 +395,7 @@ def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
             raise ValueError(
                 f"an override is name=value, such as tuning.min_gain=0.1; got {override!r}."
             )
-        if name not in (known := list(field_names(Config))):
+        if name not in (known := field_names(Config)):
             raise ValueError(f"there is no setting {name!r}{meant(name, known)}")
         config = _replaced(config, name.split("."), text, name)
     return config
