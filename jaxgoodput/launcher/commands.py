@@ -23,7 +23,10 @@ from jaxgoodput._commands import (
 def _span(text: str) -> tuple[int, int]:
     """Parse MIN:MAX, or one number, as an argparse type."""
     least, _, most = text.partition(":")
-    found = at_least(1)(least), at_least(1)(most or least)
+    try:
+        found = at_least(1)(least), at_least(1)(most or least)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, as MIN:MAX or one number") from None
     if found[0] > found[1]:
         raise argparse.ArgumentTypeError(f"{text}: MIN is above MAX; give MIN:MAX, or one number")
     return found

@@ -73,7 +73,8 @@ def options_of_run():
     for action in commands.choices["run"]._actions:
         name = action.option_strings[-1]
         if name not in everywhere:
-            yield (name,) if action.nargs == 0 else (name, "3" if action.type else "x")
+            value = __file__ if name == "--hostfile" else "3" if action.type else "x"
+            yield (name,) if action.nargs == 0 else (name, value)
 
 
 @pytest.mark.parametrize("option", list(options_of_run()), ids=lambda option: option[0])

@@ -115,7 +115,7 @@ def test_a_run_keeps_its_order_and_says_so(tmp_path, warnings_of, shuffle):
 
 
 @pytest.mark.slow
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(
     stop=st.integers(1, 12),
     shuffle=st.booleans(),
