@@ -28,7 +28,7 @@ def _span(text: str) -> tuple[int, int]:
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error}, as MIN:MAX or one number") from None
     if found[0] > found[1]:
-        raise argparse.ArgumentTypeError(f"{text}: MIN is above MAX; give MIN:MAX, or one number")
+        raise argparse.ArgumentTypeError(f"{text}: give MIN:MAX with MIN <= MAX, or one number")
     return found
 
 
