@@ -90,9 +90,7 @@ def test_what_does_not_fit_is_named_by_its_path(fields, words):
 
 
 def test_a_union_says_all_that_it_takes():
-    with pytest.raises(
-        ValueError, match="a number; or restart_s is 'fast'; it must be an object"
-    ):
+    with pytest.raises(ValueError, match="a number; or restart_s is 'fast'; it must be an object"):
         decode("fast", float | Mapping[str, float], "restart_s")
 
 

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 
-from jaxgoodput._serial import decode, parse
-from jaxgoodput._typed import (
+from jaxgoodput._serial import (
     Count,
     CountOrZero,
     Folder,
@@ -21,9 +20,11 @@ from jaxgoodput._typed import (
     Seconds,
     Share,
     annotations,
+    decode,
     field_names,
     fit,
     meant,
+    parse,
     refusal,
     typed,
 )
@@ -363,10 +364,11 @@ def _check_schedule(schedule: Mapping[int | float, int], limits: BatchLimits) ->
 
 
 def _check_compute_dtype(name: str) -> None:
+    # NumPy's own names include deprecated letters, and descriptions of records such as "i4,(2,)f4".
+    kind = getattr(jnp, name, None)
     try:
-        # A name alone: NumPy also reads descriptions of records, such as "i4,(2,)f4".
-        is_floating = name.isidentifier() and bool(jnp.issubdtype(jnp.dtype(name), jnp.floating))
-    except (TypeError, ValueError):
+        is_floating = kind is not None and bool(jnp.issubdtype(jnp.dtype(kind), jnp.floating))
+    except TypeError:
         is_floating = False
     if not is_floating:
         raise ValueError(

@@ -18,7 +18,7 @@ from jaxgoodput._commands import (
     switch,
     text,
 )
-from jaxgoodput._typed import shortened
+from jaxgoodput._serial import shortened
 
 
 def _name(text: str) -> str:

@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from jaxgoodput._serial import loads
-from jaxgoodput._typed import shortened
+from jaxgoodput._serial import loads, shortened
 from jaxgoodput.cluster.published import traces
 from jaxgoodput.cluster.published.traces import TraceJob
 from jaxgoodput.cluster.simulate.conditions.due import read_deadlines, with_deadlines

@@ -287,7 +287,7 @@ def test_a_name_that_does_not_exist_is_named(name):
             with_overrides(USUAL, [f"{name}=1"])
 
 
-@pytest.mark.parametrize("overrides", ["seed=1", [5], [None], ["seed"]])
+@pytest.mark.parametrize("overrides", ["seed=1", ["seed"], [""]])
 def test_what_is_no_list_of_overrides_is_refused(overrides):
     with pytest.raises(ValueError, match="override"):
         with_overrides(USUAL, overrides)
