@@ -52,7 +52,8 @@ def fingerprint(
     """Return the fingerprint of a source whose epochs are shuffled, or not.
 
     Reads eight samples, one at a time and each twice, since samples that are augmented at random cannot be
-    compared. An endless source is not read, because a stream's samples would be lost. `again` makes each
+    compared. Arrays of at most `WHOLE_BYTES` are also digested whole. An endless source is not read,
+    because a stream's samples would be lost. `again` makes each
     read, and may repeat it (`readers.Attempts`). Raises what reading a sample raises.
 
     >>> from jaxgoodput.data.sources import as_source
