@@ -280,7 +280,7 @@ class StepMetrics(Generic[Number]):
     loss: Number
     """Loss of the whole batch, per unit of weight."""
     weight: Number
-    """Loss weight of the whole batch; minus infinity if a sample's is negative."""
+    """Loss weight of the whole batch; negative if a sample's is."""
     grad_norm: Number
     """Norm of the averaged gradient of the whole batch."""
     is_finite: Number
@@ -331,6 +331,7 @@ _KINDS = StepMetrics[type](
     **dict.fromkeys(("num_skipped", "skipped_in_a_row", "num_samples", "num_groups"), int),
     is_finite=bool,
     noise=NoiseReadout(
+        known=bool,
         **dict.fromkeys(("group_sqr", "group_var"), np.ndarray),
         **dict.fromkeys(("sqr", "var", "seen_groups", "num_samples", "newest_samples"), float),
     ),

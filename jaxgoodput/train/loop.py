@@ -527,7 +527,7 @@ def _fault(result: StepResult) -> str:
     found = result.metrics
     if found.weight == 0:
         return "its samples have no weight"
-    if found.weight == -math.inf:
+    if found.weight < 0:
         return "a sample's weight is negative"
     if not math.isfinite(found.loss):
         return f"its loss is {found.loss}"
@@ -543,7 +543,7 @@ def _refusal(weight: float) -> tuple[str, str]:
             "There is nothing to learn from them. Check what `Loss.weight` is computed from, such as a mask "
             "of tokens that leaves none."
         )
-    if weight == -math.inf:
+    if weight < 0:
         return "had samples of negative weight", (
             "A weight says how much a sample counts, and is 0 or more. To train away from samples, change "
             "the sign of their loss, not of their weight."
