@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.extend.backend
 from absl import logging
-from jax._src import cache_key, compiler, distributed, lru_cache, xla_bridge
+from jax._src import api_util, cache_key, compiler, distributed, lru_cache, xla_bridge
 from jax._src.lib import _jax as runtime  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib import utils as runtime_utils  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import multihost_utils
@@ -64,6 +64,16 @@ def waits_for_xla(frame: types.FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def found_by_debugging(error: BaseException) -> str | None:
+    """Return "nan" or "inf" if `jax_debug_nans` or `jax_debug_infs` found it in a compiled program's results.
+
+    Functions under `jax.jit` raise FloatingPointError then, executables a private error. None for any other
+    error.
+    """
+    is_found = isinstance(error, api_util.InternalFloatingPointError)
+    return str(error.ty) if is_found else None
 
 
 def quiet_runtime_log() -> None:

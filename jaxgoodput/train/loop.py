@@ -41,6 +41,7 @@ from jaxgoodput.train.control import (
     Preempted,
     Requests,
     Stopping,
+    explained,
 )
 from jaxgoodput.train.duties.evaluating import Evaluations
 from jaxgoodput.train.duties.reading import BatchReader
@@ -215,9 +216,18 @@ class Loop:
             if ended_by is not None:
                 self._ending.regroup = ended_by
             else:
-                self._ending.error = error
+                self._ending.error = self._explained(error)
                 self.kind.decisions.leave()
             return False
+
+    def _explained(self, error: Exception) -> Exception:
+        """Return what to raise for an error of the steps or their data; see `control.explained`."""
+        batch = self.now.batch
+        return explained(
+            error,
+            f"step {self.now.step} or the next one (batches of {batch.global_batch_size} samples, "
+            f"{batch.micro_batch_size} per replica at once, under {batch.strategy})",
+        )
 
     def _must_save(self, first: int) -> bool:
         """Whether to save the last step at the end; the same in all processes that are together."""

@@ -15,7 +15,15 @@ from jaxgoodput.observe.events import HostJudged
 from jaxgoodput.parallel.place import place, replicas_of_group
 from jaxgoodput.train.checkpoint import Checkpoints
 from jaxgoodput.train.config import Config
-from jaxgoodput.train.control import BatchWish, Control, Due, NotSaved, Preempted, Requests
+from jaxgoodput.train.control import (
+    BatchWish,
+    Control,
+    Due,
+    NotSaved,
+    Preempted,
+    Requests,
+    explaining,
+)
 from jaxgoodput.train.evaluation import Evaluator
 from jaxgoodput.train.loop import Loop
 from jaxgoodput.train.prepare import prepare
@@ -86,6 +94,8 @@ class Trainer(Task):
           InUse: another run holds the workdir; a RuntimeError.
           PeerLost: another process of the job has died.
           RuntimeError: a sample could not be read.
+          OutOfMemory: a device or the host has too little memory; a MemoryError.
+          FloatingPointError: `jax_debug_nans` or `jax_debug_infs` is set, and found something.
           ValueError, TypeError: a setting, a loss or a data set cannot work; the message names the remedy.
         """
         requests = self._requests = Requests()
@@ -115,7 +125,8 @@ class Trainer(Task):
             model.
         """
         inputs = TaskInputs(self, self.config, self.clock)
-        return restored_state(inputs, self.devices, step=step, best=best)
+        with explaining("the saved state"):
+            return restored_state(inputs, self.devices, step=step, best=best)
 
     @final
     def evaluate(self, state: TrainState) -> dict[str, float]:
@@ -147,7 +158,9 @@ class Trainer(Task):
             return self._summary(evaluator_of(inputs, where, tables), state)
 
     def _summary(self, evaluator: Evaluator, state: TrainState) -> dict[str, float]:
-        summary = self.summarize(evaluator(state))
+        with explaining("the evaluation"):
+            outputs = evaluator(state)
+        summary = self.summarize(outputs)
         return {name: float(value) for name, value in summary.items()}
 
     @final
@@ -288,7 +301,7 @@ class _Fit:
             with ledger.bucket("training_prep"):
                 shows = config.reporting.progress and jax.process_index() == 0
                 shown = starting(lambda: compilations.num, clock) if shows else None
-                with shown or contextlib.nullcontext():
+                with shown or contextlib.nullcontext(), explaining("getting ready"):
                     ready = prepare(
                         inputs,
                         trainer.devices,
