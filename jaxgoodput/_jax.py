@@ -9,6 +9,7 @@ process 0 aborts all other processes. It also handles SIGTERM itself, so that Py
 should save and stop.
 """
 
+import contextlib
 import gc
 import os
 import socket
@@ -16,7 +17,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,21 @@ def found_by_debugging(error: BaseException) -> str | None:
     """
     is_found = isinstance(error, api_util.InternalFloatingPointError)
     return str(error.ty) if is_found else None
+
+
+@contextlib.contextmanager
+def trying() -> Iterator[None]:
+    """Run trials on made-up values without JAX's debugging switches: what they find says nothing of the run.
+
+    Types are promoted by the standard rules: optax's adam and schedules fail under the strict ones.
+    """
+    with (
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.transfer_guard("allow"),
+    ):
+        yield
 
 
 def quiet_runtime_log() -> None:

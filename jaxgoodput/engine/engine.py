@@ -30,6 +30,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
+from jaxgoodput._jax import trying
 from jaxgoodput.embedding.table import Lookup
 from jaxgoodput.engine import step as pure
 from jaxgoodput.engine.compiled import Moves, ProgramCache
@@ -272,7 +273,7 @@ class Engine:
         """
         programs = self.programs
         return StepMetrics.unpacked(
-            np.asarray(packed), programs.aux_names, len(programs.param_groups)
+            jax.device_get(packed), programs.aux_names, len(programs.param_groups)
         )
 
     # -- compiling ahead -------------------------------------------------------------------------
@@ -361,16 +362,17 @@ class Engine:
 
     def _rehearse(self, size: Size, num_before: int, *, measure: bool) -> None:
         """Run a batch of zeros with `num_before` micro-batches before its last one, up to reducing."""
-        state, work = self.compiled(self.programs.zeros)(), None
-        batch, mask = self._zero_batch(self.shape(size))
-        for _ in range(num_before):
-            work = self.accumulate(work or self.begin(state), batch, mask)
-        if self.programs.is_fused:
-            results = self.step(state, work, batch, mask, measure=measure)[1]
-        else:
-            work = self.accumulate(work or self.begin(state), batch, mask, measure=measure)
-            results = work.sums
-        jax.block_until_ready(results)
+        with trying():
+            state, work = self.compiled(self.programs.zeros)(), None
+            batch, mask = self._zero_batch(self.shape(size))
+            for _ in range(num_before):
+                work = self.accumulate(work or self.begin(state), batch, mask)
+            if self.programs.is_fused:
+                results = self.step(state, work, batch, mask, measure=measure)[1]
+            else:
+                work = self.accumulate(work or self.begin(state), batch, mask, measure=measure)
+                results = work.sums
+            jax.block_until_ready(results)
 
     def bytes_of(self, size: Size) -> StepBytes | None:
         """Return the predicted peak bytes per device of a step; None until it is compiled."""

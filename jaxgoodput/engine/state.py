@@ -193,7 +193,8 @@ class Sums:
         the samples so that it keeps its weight, and with new streams of random numbers.
         """
         share = jnp.floor(self.samples / num_replicas)
-        share += replica < self.samples - share * num_replicas
+        rest = self.samples - share * num_replicas
+        share += (replica.astype(rest.dtype) < rest).astype(share.dtype)
         held = jax.tree.map(lambda x: jnp.where(replica == 0, x, jnp.zeros_like(x)), self._added())
         added = {**held, "samples": share}
         return Sums(**added, calls=self.calls, model_state=self.model_state)
@@ -257,7 +258,7 @@ def host_copy(x: Array, dtype: DTypeLike | None = None) -> Any:
         assert isinstance(x.sharding, NamedSharding)
         whole = NamedSharding(x.sharding.mesh, PartitionSpec())
         x = jax.jit(_same, out_shardings=whole)(x).addressable_data(0)
-    host = np.array(x, dtype)  # a copy: on CPU, NumPy would share the buffer
+    host = np.array(jax.device_get(x), dtype)  # a copy: on CPU, NumPy would share the buffer
     host.flags.writeable = False
     return host
 

@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, PyTree
 
+from jaxgoodput._pytree import wide_dtype
 from jaxgoodput.engine import norm_layers
 from jaxgoodput.engine.gradients import swapped_value_and_grad
 from jaxgoodput.engine.state import (
@@ -140,9 +141,7 @@ def first_average(problem: Problem, params: PyTree) -> PyTree:
         return None
     kept, _ = split(params, problem.mask(params))
     # In bfloat16 an average would not move: its steps are a thousandth of its value.
-    return jax.tree.map(
-        lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True), kept
-    )
+    return jax.tree.map(lambda x: jnp.array(x, wide_dtype(x.dtype), copy=True), kept)
 
 
 def _averaged(problem: Problem, ema: PyTree, kept: PyTree, before: PyTree, after: PyTree) -> PyTree:
@@ -156,7 +155,7 @@ def _averaged(problem: Problem, ema: PyTree, kept: PyTree, before: PyTree, after
         return None
     rate, made = math.log(problem.ema), adaptation.progress_between(before, after)
     share = jnp.expm1(rate * made) / jnp.expm1(rate * adaptation.progress(after))
-    return jax.tree.map(lambda a, x: a + share.astype(a.dtype) * (x - a), ema, kept)
+    return jax.tree.map(lambda a, x: a + share.astype(a.dtype) * (x.astype(a.dtype) - a), ema, kept)
 
 
 def own_specs(problem: Problem) -> tuple[tuple[str, PartitionSpec], ...]:

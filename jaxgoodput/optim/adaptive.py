@@ -41,7 +41,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, PyTree
 
-from jaxgoodput._pytree import PackedTree, struct
+from jaxgoodput._pytree import PackedTree, struct, wide_dtype
 from jaxgoodput.goodput.efficiency import GradGroups, GradParams
 from jaxgoodput.optim import memory
 from jaxgoodput.optim import noise as noises
@@ -200,7 +200,9 @@ class _Adaptive:
             base_batches_rest=jnp.zeros(()),
             unmeasured=jnp.zeros(()),
         )
-        return AdaptiveState(inner=self.tx.init(params), own=PackedTree.of(own))
+        with jax.numpy_dtype_promotion("standard"):  # as in `update`
+            inner = self.tx.init(params)
+        return AdaptiveState(inner=inner, own=PackedTree.of(own))
 
     def update(
         self,
@@ -232,9 +234,12 @@ class _Adaptive:
             "samples": (own.base_batches, own.base_batches_rest),
         }
         before = with_schedules_at(state.inner, _whole(*clocks[self.schedules]))
-        scaled, inner = self.tx.update(updates, before, params, **extra)
+        with jax.numpy_dtype_promotion(
+            "standard"
+        ):  # optax's adam and schedules fail under "strict"
+            scaled, inner = self.tx.update(updates, before, params, **extra)
         label_of_leaf = noises.label_indices(self.labels, updates)
-        scaled = jax.tree.map(lambda u, i: (factors[i] * u).astype(u.dtype), scaled, label_of_leaf)
+        scaled = jax.tree.map(lambda u, i: _times(factors[i], u), scaled, label_of_leaf)
         if self.long_averages:
             done = own.progress + own.progress_rest
             inner = memory.by_progress(before, inner, self.long_averages, done, progressed)
@@ -512,6 +517,12 @@ def _as_one(grad: GradGroups, scale: Array) -> GradParams:
     var = jnp.square(signal) / jnp.where(mean == 0, 1, mean) - scale * signal
     var = jnp.where(mean <= 0, jnp.sum(grad.var), jnp.maximum(var, 0))
     return GradParams(sqr=signal, var=var, known=jnp.asarray(grad.known))
+
+
+def _times(factor: Array, update: Array) -> Array:
+    """Return the product in the update's type, rounded once."""
+    wide = wide_dtype(factor.dtype, update.dtype)
+    return (factor.astype(wide) * update.astype(wide)).astype(update.dtype)
 
 
 def _is_schedule(node: Any) -> bool:

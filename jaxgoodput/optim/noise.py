@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num, PyTree
 
-from jaxgoodput._pytree import struct
+from jaxgoodput._pytree import struct, wide_dtype
 from jaxgoodput.goodput.efficiency import GradGroups, GradParams
 from jaxgoodput.optim.preconditioner import is_settled as is_settled
 from jaxgoodput.optim.preconditioner import preconditioner as preconditioner
@@ -437,7 +437,7 @@ def _real(x: Array) -> Array:
     """Return the array in float32 or wider, with complex numbers as two real parts on a last axis."""
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], -1)
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(wide_dtype(x.dtype))
 
 
 def differenced_sample(

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
 
+from jaxgoodput._pytree import wide_dtype
+
 _ADAM_WARMUP = 5  # updates before a bias-corrected second moment is trusted (AdaptDL)
 
 
@@ -144,7 +146,7 @@ def _scales(state: Any, *, b2: Any, eps: Any) -> list[tuple[Any, Array]]:
     corrected = isinstance(state, optax.ScaleByAmsgradState)
 
     def scale(x: Array) -> Array:
-        x = jnp.maximum(x.astype(jnp.promote_types(x.dtype, jnp.float32)), 0)
+        x = jnp.maximum(x.astype(wide_dtype(x.dtype)), 0)
         correction: Any = 1.0
         if count is not None and not corrected:
             correction = 1 - b2 ** jnp.maximum(count, 1).astype(x.dtype)

@@ -125,7 +125,7 @@ class Trainer(Task):
             model.
         """
         inputs = TaskInputs(self, self.config, self.clock)
-        with explaining("the saved state"):
+        with explaining("the saved state"), jax.transfer_guard("allow"):
             return restored_state(inputs, self.devices, step=step, best=best)
 
     @final
@@ -158,7 +158,7 @@ class Trainer(Task):
             return self._summary(evaluator_of(inputs, where, tables), state)
 
     def _summary(self, evaluator: Evaluator, state: TrainState) -> dict[str, float]:
-        with explaining("the evaluation"):
+        with explaining("the evaluation"), jax.transfer_guard("allow"):
             outputs = evaluator(state)
         summary = self.summarize(outputs)
         return {name: float(value) for name, value in summary.items()}
@@ -301,7 +301,12 @@ class _Fit:
             with ledger.bucket("training_prep"):
                 shows = config.reporting.progress and jax.process_index() == 0
                 shown = starting(lambda: compilations.num, clock) if shows else None
-                with shown or contextlib.nullcontext(), explaining("getting ready"):
+                # What gets ready moves values as it must. The steps are guarded: see `Loop._train`.
+                with (
+                    shown or contextlib.nullcontext(),
+                    explaining("getting ready"),
+                    jax.transfer_guard("allow"),
+                ):
                     ready = prepare(
                         inputs,
                         trainer.devices,
