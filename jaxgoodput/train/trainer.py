@@ -103,7 +103,7 @@ class Trainer(Task):
         try:
             # The guard comes first: a stop that is requested during compilation is obeyed at step 0.
             with changed_process(self.config, requests, self.clock) as guard:
-                inputs = TaskInputs(self, self.config, self.clock)
+                inputs = self._inputs()
                 fit = _Fit(self, inputs, requests, guard)
                 if membership is None:
                     return fit.train(GenerationStart(ledger=TimeLedger(self.clock)))
@@ -124,7 +124,7 @@ class Trainer(Task):
           ValueError: the checkpoint is damaged. A `WrongWorkdirError`, which is one, if it is of another
             model.
         """
-        inputs = TaskInputs(self, self.config, self.clock)
+        inputs = self._inputs()
         with explaining("the saved state"), jax.transfer_guard("allow"):
             return restored_state(inputs, self.devices, step=step, best=best)
 
@@ -138,13 +138,23 @@ class Trainer(Task):
 
         Raises ValueError if rows of that step are not kept.
         """
-        inputs = TaskInputs(self, self.config, self.clock)
+        inputs = self._inputs()
         if inputs.tables.plans:
             return self._evaluate_with_tables(inputs, state)
         if self._evaluator is None:
             where = place(self.devices, self.config.strategies)
             self._evaluator = evaluator_of(inputs, where)
         return self._summary(self._evaluator, state)
+
+    def _inputs(self) -> TaskInputs:
+        """Return the task's methods, to be checked. Raises RuntimeError if nothing can be compiled."""
+        if jax.config.values["jax_disable_jit"]:
+            raise RuntimeError(
+                "jax_disable_jit is set, but a run consists of programs that are compiled ahead. Unset it for "
+                "the run. To step through a loss in a debugger, call it on a few samples under "
+                "jax.disable_jit()."
+            )
+        return TaskInputs(self, self.config, self.clock)
 
     def _evaluate_with_tables(self, inputs: TaskInputs, state: TrainState) -> dict[str, float]:
         where = place(self.devices, self.config.strategies, spanning=True)

@@ -197,3 +197,34 @@ def test_a_run_under_a_switch_resumes(tmp_path, switch):
         first, *_ = trained(column, tmp_path, base_steps=6.0)
         then, *_ = trained(column, tmp_path)
     assert len(first) >= 6 and len(then) >= 6 and np.isfinite([*first, *then]).all()
+
+
+def test_a_run_without_compilation_is_refused(tmp_path):
+    with (
+        switched({"jax_disable_jit": True}),
+        pytest.raises(RuntimeError, match=r"jax_disable_jit is set.*call it on a few samples"),
+    ):
+        trained(COLUMNS["alone"], tmp_path)
+
+
+class Wrong(Net):
+    """Its loss is not a number, or infinite, for some samples."""
+
+    value = np.nan
+
+    def dataset(self):
+        data = super().dataset()
+        data["y"][BASE * 3 :] = self.value
+        return data
+
+
+@pytest.mark.parametrize("value, found", [(np.nan, "nan"), (np.inf, "inf")])
+def test_a_nan_of_the_users_own_is_named_with_the_step(tmp_path, value, found):
+    made = config(tmp_path, base_steps=float(NUM_STEPS), shuffle=False)
+    trainer = Wrong(made, devices=jax.devices()[:1])
+    trainer.value = value
+    with (
+        switched({f"jax_debug_{found}s": True}),
+        pytest.raises(FloatingPointError, match=f"jax_debug_{found}s found {found} in the .* step"),
+    ):
+        trainer.fit()
