@@ -150,8 +150,8 @@ class Trainer(Task):
         """Return the task's methods, to be checked. Raises RuntimeError if nothing can be compiled."""
         if jax.config.values["jax_disable_jit"]:
             raise RuntimeError(
-                "jax_disable_jit is set, but a run consists of programs that are compiled ahead. Unset it for "
-                "the run. To step through a loss in a debugger, call it on a few samples under "
+                "jax_disable_jit is set, but a run consists of programs that are compiled ahead. Unset it "
+                "for the run. To step through a loss in a debugger, call it on a few samples under "
                 "jax.disable_jit()."
             )
         return TaskInputs(self, self.config, self.clock)
