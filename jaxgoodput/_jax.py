@@ -86,6 +86,7 @@ def trying() -> Iterator[None]:
     with (
         jax.debug_nans(False),
         jax.debug_infs(False),
+        jax.debug_key_reuse(False),
         jax.numpy_dtype_promotion("standard"),
         jax.transfer_guard("allow"),
     ):
