@@ -362,7 +362,7 @@ class Engine:
     def _rehearse(self, size: Size, num_before: int, *, measure: bool) -> None:
         """Run a batch of zeros with `num_before` micro-batches before its last one, up to reducing."""
         if jax.config.values["jax_debug_nans"] or jax.config.values["jax_debug_infs"]:
-            return  # zeros may divide by zero; and JAX goes on to check results only as at the first call
+            return  # zeros may divide by zero, which JAX would report
         with jax.transfer_guard("allow"):
             state, work = self.compiled(self.programs.zeros)(), None
             batch, mask = self._zero_batch(self.shape(size))

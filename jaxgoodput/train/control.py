@@ -337,8 +337,7 @@ def explained(error: Exception, doing: str) -> Exception:
     if found is not None:
         return FloatingPointError(
             f"jax_debug_{found}s found {found} in the results of {doing}. Call your functions on the same "
-            f"values outside of fit, under jax.jit, and JAX names the operation. Without jax_debug_{found}s "
-            "such an update is refused, and training goes on."
+            "values outside of fit, under jax.jit, and JAX names the operation."
         )
     return error
 

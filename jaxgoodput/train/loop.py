@@ -55,6 +55,9 @@ from jaxgoodput.train.task import Task
 from jaxgoodput.train.watcher import StepResult, Ticket, Watcher
 from jaxgoodput.tune.tuner import Tuner
 
+# JAX's switches that turn a NaN, or an infinity, into an error.
+LOOKING = ("jax_debug_nans", "jax_debug_infs")
+
 
 @dataclass
 class Ending:
@@ -279,6 +282,7 @@ class Loop:
             return None
         result = self.watcher.result(wanted)
         self.now.look_at(result)
+        _require_finite(result)
         in_a_row = result.metrics.skipped_in_a_row
         if in_a_row >= self.config.max_skipped_in_a_row:
             why, remedy = _refusal(result.metrics.weight)
@@ -494,12 +498,10 @@ class Loop:
                 result.metrics.skipped_in_a_row == 1 and self.start.is_chief
             ):  # once for a row of them
                 logging.warning(
-                    "step %d was not applied: %s. Its batch: %d samples from place %d of epoch %d on.",
+                    "step %d was not applied: %s. Its batch: %s.",
                     result.ticket.step,
                     _fault(result),
-                    result.ticket.num_samples,
-                    result.ticket.before.offset,
-                    result.ticket.before.epoch,
+                    _samples_of(result),
                 )
         self.analyst.result(result)
 
@@ -544,6 +546,27 @@ def _fault(result: StepResult) -> str:
     if not math.isfinite(found.grad_norm):
         return f"its loss is {found.loss:.6g}, and its gradient is not finite"
     return "loss and gradient are finite, and its update or the model state is not"
+
+
+def _samples_of(result: StepResult) -> str:
+    """Return which samples a step was computed from."""
+    ticket = result.ticket
+    place = f"place {ticket.before.offset} of epoch {ticket.before.epoch}"
+    return f"{ticket.num_samples} samples from {place} on"
+
+
+def _require_finite(result: StepResult) -> None:
+    """Raise FloatingPointError for a refused update if JAX's switches look for NaN or infinity.
+
+    JAX itself looks at the results of an executable's first call only.
+    """
+    switches = [name for name in LOOKING if jax.config.values[name]]
+    if switches and not result.metrics.is_finite:
+        raise FloatingPointError(
+            f"{switches[0]} is set, and step {result.ticket.step} was not applied: {_fault(result)}. Its "
+            f"batch: {_samples_of(result)}. Call your functions on these samples outside of fit, under "
+            "jax.jit, and JAX names the operation."
+        )
 
 
 def _refusal(weight: float) -> tuple[str, str]:

@@ -63,7 +63,7 @@ resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 Net(
     jg.Config(
         workdir=FOLDER,
-        batch=jg.BatchLimits(base=16),
+        batch=jg.BatchLimits(base=16, max=16),
         policy="fixed",
         epochs=1,
         execution=jg.Execution(memory_bytes=2**40, background_compile=False),
