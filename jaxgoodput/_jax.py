@@ -77,6 +77,12 @@ def found_by_debugging(error: BaseException) -> str | None:
     return str(error.ty) if is_found else None
 
 
+def looks_for() -> str | None:
+    """Return the name of a switch that is set and turns a NaN or an infinity into an error; None if none is."""
+    names = ("jax_debug_nans", "jax_debug_infs")
+    return next((name for name in names if jax.config.values[name]), None)
+
+
 @contextlib.contextmanager
 def trying() -> Iterator[None]:
     """Run trials on made-up values without JAX's debugging switches: what they find says nothing of the run.

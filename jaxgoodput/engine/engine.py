@@ -361,19 +361,16 @@ class Engine:
 
     def _rehearse(self, size: Size, num_before: int, *, measure: bool) -> None:
         """Run a batch of zeros with `num_before` micro-batches before its last one, up to reducing."""
-        if jax.config.values["jax_debug_nans"] or jax.config.values["jax_debug_infs"]:
-            return  # zeros may divide by zero, which JAX would report
-        with jax.transfer_guard("allow"):
-            state, work = self.compiled(self.programs.zeros)(), None
-            batch, mask = self._zero_batch(self.shape(size))
-            for _ in range(num_before):
-                work = self.accumulate(work or self.begin(state), batch, mask)
-            if self.programs.is_fused:
-                results = self.step(state, work, batch, mask, measure=measure)[1]
-            else:
-                work = self.accumulate(work or self.begin(state), batch, mask, measure=measure)
-                results = work.sums
-            jax.block_until_ready(results)
+        state, work = self.compiled(self.programs.zeros)(), None
+        batch, mask = self._zero_batch(self.shape(size))
+        for _ in range(num_before):
+            work = self.accumulate(work or self.begin(state), batch, mask)
+        if self.programs.is_fused:
+            results = self.step(state, work, batch, mask, measure=measure)[1]
+        else:
+            work = self.accumulate(work or self.begin(state), batch, mask, measure=measure)
+            results = work.sums
+        jax.block_until_ready(results)
 
     def bytes_of(self, size: Size) -> StepBytes | None:
         """Return the predicted peak bytes per device of a step; None until it is compiled."""

@@ -6,8 +6,8 @@ every rule gives 1, except during `legw`'s warm-up.
 
 Rules that depend on noise never increase the learning rate while the moments are unknown. The factor is then
 1 above the base batch, and `scale` below it, which is right for pure noise and the smallest possible value.
-A rule of your own need not ask for this: while the moments are unknown (`grad.known` is False), it gets
-those of almost pure signal from the base batch on, and of almost pure noise below it (`cautious`).
+A rule of your own need not ask for this: while the moments are unknown (`grad.known` is False), it gets the
+moments of almost pure signal from the base batch on, and of almost pure noise below it (`cautious`).
 """
 
 import dataclasses

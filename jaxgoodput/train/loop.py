@@ -18,6 +18,7 @@ from absl import logging
 from jaxtyping import Array
 
 from jaxgoodput import _serial
+from jaxgoodput._jax import looks_for
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.loader import StepBatch
 from jaxgoodput.engine.state import StepMetrics, TrainState, host_copy
@@ -54,9 +55,6 @@ from jaxgoodput.train.runs.processes import peer_lost
 from jaxgoodput.train.task import Task
 from jaxgoodput.train.watcher import StepResult, Ticket, Watcher
 from jaxgoodput.tune.tuner import Tuner
-
-# JAX's switches that turn a NaN, or an infinity, into an error.
-LOOKING = ("jax_debug_nans", "jax_debug_infs")
 
 
 @dataclass
@@ -560,10 +558,10 @@ def _require_finite(result: StepResult) -> None:
 
     JAX itself looks at the results of an executable's first call only.
     """
-    switches = [name for name in LOOKING if jax.config.values[name]]
-    if switches and not result.metrics.is_finite:
+    switch = looks_for()
+    if switch and not result.metrics.is_finite:
         raise FloatingPointError(
-            f"{switches[0]} is set, and step {result.ticket.step} was not applied: {_fault(result)}. Its "
+            f"{switch} is set, and step {result.ticket.step} was not applied: {_fault(result)}. Its "
             f"batch: {_samples_of(result)}. Call your functions on these samples outside of fit, under "
             "jax.jit, and JAX names the operation."
         )
