@@ -78,7 +78,7 @@ def found_by_debugging(error: BaseException) -> str | None:
 
 
 def looks_for() -> str | None:
-    """Return the name of a switch that is set and turns a NaN or an infinity into an error; None if none is."""
+    """Return the name of a switch that is set and makes a NaN or an infinity an error; None if none is."""
     names = ("jax_debug_nans", "jax_debug_infs")
     return next((name for name in names if jax.config.values[name]), None)
 

@@ -320,7 +320,7 @@ Decisions = OwnDecisions | SharedDecisions
 
 
 def explained(error: Exception, doing: str) -> Exception:
-    """Return an error that says what ran out of memory, or where JAX found a NaN; any other one as it is.
+    """Return an error that says what did not fit into memory, or had a NaN; any other error as it is.
 
     `doing` says what the run was doing, as a noun phrase.
     """
