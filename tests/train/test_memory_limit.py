@@ -26,11 +26,14 @@ def large(x):  # a product in between that no compiler can leave out
 
 
 class Samples:
+    num_read = 0
+
     def __len__(self):
-        return 64
+        return 256
 
     def __getitem__(self, index):
-        if WHERE == "samples" and index > 32:
+        self.num_read += 1
+        if WHERE == "samples" and self.num_read > 100:  # in training, not in looking at what there is
             np.ones(LARGE, np.uint8)
         return {"x": np.full(4, index, np.float32)}
 
