@@ -314,7 +314,7 @@ class _Fit:
                 # What gets ready moves values as it must. The steps are guarded: see `Loop._train`.
                 with (
                     shown or contextlib.nullcontext(),
-                    explaining("getting ready"),
+                    explaining("the start of the run"),
                     jax.transfer_guard("allow"),
                 ):
                     ready = prepare(

@@ -1,6 +1,7 @@
 """A run that reaches a limit of memory ends with a sentence on what did not fit, not with tracebacks."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -84,7 +85,7 @@ Net(
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                ("state", "getting ready"),
+                ("state", "the start of the run"),
                 ("samples", "step .* or the next one"),
                 ("evaluation", "step .* or the next one"),
             )
@@ -104,7 +105,8 @@ def test_a_limit_of_memory_is_a_sentence(tmp_path, where, what):
     lines = ended.stderr.strip().splitlines()
     assert ended.returncode == 1, ended.stderr
     assert lines[-1].startswith("jaxgoodput.engine.memory.OutOfMemory: "), ended.stderr
-    assert "did not fit into memory" in lines[-1] and "BatchLimits.micro" in lines[-1]
+    said = lines[-1].partition(": ")[2]
+    assert re.match(f"{what}.* did not fit into memory .*BatchLimits.micro", said), said
     assert ended.stderr.count("Traceback") == 1 and "/jax/_src/" not in ended.stderr, ended.stderr
     assert len(lines) < 40, ended.stderr
 
