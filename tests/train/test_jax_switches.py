@@ -80,10 +80,9 @@ COLUMNS = {
     ),
     "tables": Column(has_tables=True),
 }
-QUICK = {
-    ("NaN", "alone"),
+QUICK = {("NaN", "alone"), ("strict types", "saved and evaluated")}
+SLOW = {
     ("both", "replicas, micro-batches"),
-    ("strict types", "saved and evaluated"),
     ("no transfer", "growing"),
     ("strict types", "fsdp, micro-batches, bfloat16"),
     ("keys", "4 devices"),
@@ -170,10 +169,14 @@ def reference(name: str):
         return trained(COLUMNS[name], folder)[0]
 
 
+def marks(case: tuple[str, str]) -> list[pytest.MarkDecorator]:
+    if case in QUICK:
+        return []
+    return [pytest.mark.slow if case in SLOW else pytest.mark.nightly]
+
+
 CASES = [
-    pytest.param(
-        *case, marks=[] if case in QUICK else [pytest.mark.nightly], id=f"{case[0]}: {case[1]}"
-    )
+    pytest.param(*case, marks=marks(case), id=f"{case[0]}: {case[1]}")
     for case in itertools.product(SWITCHES, COLUMNS)
 ]
 
@@ -194,6 +197,7 @@ def test_a_run_under_a_switch_gives_the_same_losses(tmp_path, switch, name):
     assert np.isfinite(losses).all() and len(losses) >= NUM_STEPS / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", ["both", pytest.param("no transfer", marks=pytest.mark.nightly)])
 def test_a_run_under_a_switch_resumes(tmp_path, switch):
     column = COLUMNS["saved and evaluated"]
