@@ -17,6 +17,7 @@ import jax
 from absl import logging
 
 from jaxgoodput import _serial
+from jaxgoodput._jax import trying
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.fingerprint import Fingerprint, fingerprint
 from jaxgoodput.data.loader import Loader
@@ -166,7 +167,8 @@ def prepare(
             )
     require_even_rest(setup, beginning.plan, beginning.remaining)
     if restored is None:
-        try_loss(setup, beginning.engine, beginning.state, beginning.plan)
+        with trying():
+            try_loss(setup, beginning.engine, beginning.state, beginning.plan)
     evaluator = _evaluation(setup, beginning, tables, ledger)
     strategies, compile_s = _compile_first(setup, beginning, evaluator, stack, ledger)
     loader = _open_data(setup, beginning, data, stack)
