@@ -12,6 +12,7 @@ FLOORS = (
     {
         "_commands",
         "_disk",
+        "_finite",
         "_hash",
         "_lazy",
         "_pytree",

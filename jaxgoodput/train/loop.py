@@ -42,6 +42,7 @@ from jaxgoodput.train.control import (
     Requests,
     Stopping,
 )
+from jaxgoodput.train.duties.certifying import Certifier
 from jaxgoodput.train.duties.evaluating import Evaluations
 from jaxgoodput.train.duties.reading import BatchReader
 from jaxgoodput.train.duties.saving import Saver
@@ -112,7 +113,8 @@ class Loop:
         self._reader = BatchReader(*given)
         self._switcher = BatchSwitcher(*given)
         self._evaluations = Evaluations(*given, summarize=task.summarize)
-        self._saver = Saver(*given, done=lambda: self.done)
+        certifier = Certifier(start, requests)
+        self._saver = Saver(*given, done=lambda: self.done, certifier=certifier)
 
     # -- what others ask of it -------------------------------------------------------------------
 
@@ -160,8 +162,8 @@ class Loop:
             must_save = is_best or self._must_save(first)
             if must_save:
                 unsaved = self._saver.save_last(look=ending.error is None)
-            else:  # tables are committed with the state that is returned
-                unsaved = self._saver.with_tables()[1]
+            else:
+                unsaved = self._saver.commit_last()
             failure = self._tell_hooks(unsaved)
         except Exception as error:
             if not isinstance(error, Regroup):
@@ -271,11 +273,11 @@ class Loop:
         self.now.look_at(result)
         in_a_row = result.metrics.skipped_in_a_row
         if in_a_row >= self.config.max_skipped_in_a_row:
+            self._saver.certify()  # an update before them may have been applied and not been good
             why, remedy = _refusal(result.metrics.weight)
-            raise Diverged(
-                f"{in_a_row} updates in a row {why}, the last at step {wanted}. None of them was applied, "
-                f"and the checkpoints in {self.config.workdir} are from before. Of the last update, "
-                f"{_fault(result)}. {remedy}"
+            raise self._saver.diverged(
+                f"{in_a_row} updates in a row {why}, the last at step {wanted}. None of them was applied.",
+                f"Of the last update, {_fault(result)}. {remedy}",
             )
         return result
 
@@ -291,6 +293,8 @@ class Loop:
         if control.regroup:
             self._ending.regroup = "processes are about to join or leave"
             return False
+        if control.certify:
+            self._saver.certify(rows=True)
         is_best = control.evaluate and self._evaluate()
         if self._ending.stopped_by:
             return False
@@ -376,6 +380,7 @@ class Loop:
                 reduced=done.reduced,
             )
         )
+        self._saver.certifier.stepped()
 
     def _is_measured(self, batch: StepBatch) -> bool:
         """Whether this step measures gradient noise: one step in `every`."""

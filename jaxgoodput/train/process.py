@@ -419,10 +419,17 @@ def _heeded(guard: StopGuard, requests: Requests) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_writer() -> Iterator[None]:
-    """Hide what Orbax and JAX's cache log below a warning: many lines that do not help a user."""
+    """Hide what Orbax and JAX's cache log below a warning: many lines that do not help a user.
+
+    An exception in a thread of Orbax is logged there with its traceback. It is hidden, too, because it comes
+    back from Orbax and `Saver` reports it in a sentence.
+    """
 
     def worth_reading(record: Any) -> bool:
-        chatty = "orbax" in record.pathname or "compilation_cache" in record.pathname
+        is_orbax = "orbax" in record.pathname
+        if is_orbax and record.exc_info:
+            return False
+        chatty = is_orbax or "compilation_cache" in record.pathname
         return record.levelno >= std_logging.WARNING or not chatty
 
     handler = logging.get_absl_handler()
