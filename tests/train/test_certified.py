@@ -163,12 +163,12 @@ def test_any_value_of_a_large_leaf_is_seen_within_one_round(checked, data):
     values.compile(engine)
     index = tuple(data.draw(st.integers(0, n - 1)) for n in LARGE)
     bad = spoilt(state, ".params['large']", index, data.draw(st.sampled_from(BAD)))
-    found = 0.0
+    found = False
     for turn in range(value_checks.NUM_PARTS):
         step = jax.device_put(np.int32(turn * value_checks.GLANCE_EVERY), state.step.sharding)
-        (count,) = values.glance(engine, dataclasses.replace(bad, step=step), {})
-        found += float(count)
-    assert found >= 1
+        (flag,) = values.glance(engine, dataclasses.replace(bad, step=step), {})
+        found |= bool(flag)
+    assert found
 
 
 # -- runs --------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def goes_on(workdir, step, **options):
 def test_an_update_that_is_nan_in_one_large_matrix_is_never_saved_as_good(tmp_path):
     seen = saving_at(3, 7)
     trainer = seen.trainer = Various(
-        various(tmp_path, base_steps=80, epochs=None),
+        various(tmp_path, base_steps=80.0, epochs=None),
         tx=nan_once(4, (3, 1234)),
         hooks=[seen],
         loop=InStep,

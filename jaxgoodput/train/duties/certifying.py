@@ -33,9 +33,8 @@ class Certifier:
         if now.step % GLANCE_EVERY == 0:
             slots = self.start.feed.slots
             self._glances.append(self.start.values.glance(now.engine, now.state, slots))
-        while self._glances and all(count.is_ready() for count in self._glances[0]):
-            counts = jax.device_get(self._glances.popleft())
-            if any(count > 0 for count in counts):
+        while self._glances and all(flag.is_ready() for flag in self._glances[0]):
+            if any(jax.device_get(self._glances.popleft())):
                 self.requests.post(Control(certify=True))
 
     def lost(self, *, rows: bool = False) -> dict[str, int]:

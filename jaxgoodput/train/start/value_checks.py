@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxgoodput._finite import Origin, floats, how_bad_on_host, num_lost
+from jaxgoodput._finite import Origin, any_lost, floats, how_bad_on_host, num_lost
 from jaxgoodput.engine.engine import Engine
 from jaxgoodput.engine.programs import Program, Programs
 from jaxgoodput.engine.rows import RowPrograms
@@ -50,16 +50,16 @@ class ValueChecks:
 
         If the state spans processes, all of them call this together.
         """
-        leaves = floats(state)
+        leaves, codes = floats(state), self._codes_on(engine)
         run = engine.compiled(lost_program, engine.programs, self._began)
-        counts = jax.device_get(run(leaves, self._codes_on(engine)))
-        found = dict(zip(sorted(leaves), counts.tolist(), strict=True))
-        return {path: int(found[path]) for path in leaves if found[path]}
+        is_lost = dict(zip(sorted(leaves), jax.device_get(run(leaves, codes)), strict=True))
+        bad = [path for path in leaves if is_lost[path]]
+        return {path: int(jax.device_get(num_lost(leaves[path], codes.get(path)))) for path in bad}
 
     def glance(
         self, engine: Engine, state: TrainState, slots: Mapping[str, Array]
     ) -> tuple[Array, ...]:
-        """Start the check of the parts whose turn it is; returns counts of lost values, on the device.
+        """Start the check of the parts whose turn it is; returns whether values are lost, on the device.
 
         Nothing waits, and nothing is compiled: what is not compiled yet is left out.
         """
@@ -122,15 +122,15 @@ def origin_of(engine: Engine, state: TrainState, meta: CheckpointMeta | None) ->
 
 
 def lost_program(programs: Programs, began: tuple[str, ...]) -> Program:
-    """Build the check of a whole state: how many values of each leaf are lost, `[leaves]`.
+    """Build the check of a whole state: whether any value of each leaf is lost, bool `[leaves]`.
 
-    It goes from the state's floats by path, and the codes of the leaves in `began`, to counts in the order of
+    It goes from the state's floats by path, and the codes of the leaves in `began`, to flags in the order of
     the sorted paths.
     """
     leaves = floats(programs.abstract_state())
 
     def run(leaves: dict[str, Array], codes: dict[str, Array]) -> Array:
-        return jnp.stack([num_lost(leaves[path], codes.get(path)) for path in sorted(leaves)])
+        return jnp.stack([any_lost(leaves[path], codes.get(path)) for path in sorted(leaves)])
 
     return Program(run, (), (leaves, _codes_like(leaves, began)), programs.layout.replicated)
 
@@ -144,42 +144,42 @@ def large_leaves(programs: Programs) -> dict[str, Any]:
 
 
 def glance_program(programs: Programs, began: tuple[str, ...]) -> Program:
-    """Build the check of a part of the large leaves: how many values there are lost.
+    """Build the check of a part of the large leaves: whether any value there is lost.
 
     It goes from the state's step count, which chooses the part, those leaves by path, and the codes of the
-    ones in `began`, to one number.
+    ones in `began`, to one bool.
     """
     large = large_leaves(programs)
     axes = {path: _uncut_axis(leaf) for path, leaf in large.items()}
 
     def run(step: Array, leaves: dict[str, Array], codes: dict[str, Array]) -> Array:
-        turn, total = step // GLANCE_EVERY % NUM_PARTS, jnp.zeros((), jnp.float32)
+        turn, found = step // GLANCE_EVERY % NUM_PARTS, jnp.zeros((), bool)
         for path, x in leaves.items():
             part = partial(_part, axis=axes[path], turn=turn, num_parts=NUM_PARTS)
             code = codes.get(path)
-            total += num_lost(part(x), None if code is None else part(code))
-        return total
+            found |= any_lost(part(x), None if code is None else part(code))
+        return found
 
     arguments = (programs.abstract_state().step, large, _codes_like(large, began))
     return Program(run, (), arguments, programs.layout.replicated)
 
 
 def slot_program(programs: RowPrograms) -> Program:
-    """Build the check of a part of the slots of all tables: how many values there are not finite.
+    """Build the check of a part of the slots of all tables: whether any value there is not finite.
 
-    It goes from the state's step count, which chooses the part, and the slots to one number.
+    It goes from the state's step count, which chooses the part, and the slots to one bool.
     """
 
     def run(step: Array, slots: dict[str, Array]) -> Array:
-        total = jnp.zeros((), jnp.float32)
+        found = jnp.zeros((), bool)
         for name, words in slots.items():
             num_parts = min(-(-words.size * 4 // SLOT_PART_BYTES), MOST_SLOT_PARTS)
             turn = step // GLANCE_EVERY % num_parts
             rows = programs.tables[name].layout.unpack(_part(words, 0, turn, num_parts))
             for x in rows.values():
                 if jnp.issubdtype(x.dtype, jnp.inexact):
-                    total += num_lost(x)
-        return total
+                    found |= any_lost(x)
+        return found
 
     arguments = (programs.abstract_state().step, programs.abstract_slots())
     return Program(run, (), arguments, programs.layout.replicated)
