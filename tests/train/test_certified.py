@@ -53,7 +53,7 @@ class Various(Mean):
         return Variables(params=params, model_state=state)
 
     def trainable(self, params):
-        return {**dict.fromkeys(params, True), "mask": False, "none": None, "whole": False}
+        return {**dict.fromkeys(params, True), "half": False, "mask": False, "none": None, "whole": False}
 
     def loss_and_state(self, params, model_state, batch, key):
         least = jnp.minimum(model_state["least"].at[0].min(batch["x"].min()), jnp.inf)
@@ -302,7 +302,7 @@ def test_a_run_that_saves_nothing_does_not_return_a_spoilt_state(tmp_path):
 def test_a_stop_does_not_save_a_spoilt_state(tmp_path):
     hook = Recorder(lambda e: trainer.request_stop() if e.step == 6 else None)
     trainer = Various(various(tmp_path), hooks=[hook], loop=spoiling(".ema['w']", (0,), np.inf))
-    with pytest.raises(Diverged, match=r"ema\['w'\] \(1 of 4 values, the first is inf at \[0\]"):
+    with pytest.raises(Diverged, match=r"ema\['w'\] \(1 of 4 values, the first is nan at \[0\]"):
         trainer.fit()
     assert folders(tmp_path) == []
 
@@ -377,9 +377,9 @@ def test_an_evaluation_that_is_nan_is_never_the_best(tmp_path):
     settings = config(
         tmp_path,
         epochs=2,
+        evaluation__every_base_steps=2.0,
         saving__best="distance",
         saving__keep=1,
-        evaluation__every_base_steps=2.0,
     )
     NanMetrics(settings, loop=InStep).fit()
     assert json.loads((tmp_path / "config.json").read_text())["saving"]["best"] == "distance"
