@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 VERSION = 4  # of the metadata
-DAMAGED = "damaged_checkpoints"  # folder beside "checkpoints", for those that cannot be read
+DAMAGED = "damaged_checkpoints"  # folder beside "checkpoints", for damaged ones
 SPOILT = "spoilt_checkpoints"  # folder beside "checkpoints", for a state that failed its check
 TEMPORARY = "*.orbax-checkpoint-tmp*"  # folder name of a save that is not complete
 ELSEWHERE = "it failed in another process"
@@ -772,7 +772,7 @@ def labels_in(root: pathlib.Path) -> list[Label]:
 def folders_by_step(root: pathlib.Path) -> dict[int, pathlib.Path]:
     """Return the folders of the checkpoints in a folder by their steps, in order of these.
 
-    Those that are not certified are left out, but not those that cannot be read.
+    Spoilt ones are left out. A checkpoint that cannot be read counts as of the step that its folder is named by.
     """
     labels = labels_in(root) if root.is_dir() else []
     # If several claim one step, the last one in this order counts.

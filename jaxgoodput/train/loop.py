@@ -285,13 +285,7 @@ class Loop:
         """Carry out the requests that take effect now, such as a save; return False to end the loop."""
         self._post_what_is_due(result)
         control = self.kind.decisions.received(result, self.now.batch)
-        if control.stop:
-            self._ending.stopped_by = self.requests.signal or "peer"
-            return False
-        if control.finish or self._is_complete():
-            return False
-        if control.regroup:
-            self._ending.regroup = "processes are about to join or leave"
+        if self._ends(control):
             return False
         if control.certify:
             self._saver.certify(rows=True)
@@ -302,6 +296,17 @@ class Loop:
             self._saver.save()
         self._obey_quietly(control)
         return True
+
+    def _ends(self, control: Control) -> bool:
+        """Whether the loop ends here, by request or because it is done."""
+        if control.stop:
+            self._ending.stopped_by = self.requests.signal or "peer"
+            return True
+        if control.finish or self._is_complete():
+            return True
+        if control.regroup:
+            self._ending.regroup = "processes are about to join or leave"
+        return control.regroup
 
     def _post_what_is_due(self, result: StepResult | None) -> None:
         """Request the checkpoints, copies and evaluations that are due; process 0 does it for all.

@@ -53,7 +53,13 @@ class Various(Mean):
         return Variables(params=params, model_state=state)
 
     def trainable(self, params):
-        return {**dict.fromkeys(params, True), "half": False, "mask": False, "none": None, "whole": False}
+        return {
+            **dict.fromkeys(params, True),
+            "half": False,
+            "mask": False,
+            "none": None,
+            "whole": False,
+        }
 
     def loss_and_state(self, params, model_state, batch, key):
         least = jnp.minimum(model_state["least"].at[0].min(batch["x"].min()), jnp.inf)

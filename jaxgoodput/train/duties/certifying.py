@@ -49,7 +49,7 @@ class Certifier:
         return {**found, **feed.lost}
 
     def agreed(self, holds: bool) -> bool:
-        """Whether something holds in every process that is here; those that are together call together."""
+        """Whether something holds in every process; processes that are together call this together."""
         decisions = self.start.run.decisions
         return decisions.everywhere(holds) if decisions.is_together else holds
 

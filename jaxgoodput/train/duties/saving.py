@@ -160,12 +160,7 @@ class Saver:
             if self.start.now.is_changing or meta.step != self.start.now.step:
                 return  # the loop has come back
             with jax.transfer_guard("allow"):
-                if lost := self.certifier.lost():
-                    error = f"values are no longer finite: {self.certifier.told(lost)}"
-                else:
-                    meta = dataclasses.replace(meta, lost={})
-                    error = self.start.checkpoints.save(state, meta)
-                    error = error or self.start.checkpoints.wait(alone=True)
+                error = self._save_alone(state, meta)
             logging.warning(
                 "step %d, saved by another thread because the loop is busy: %s",
                 meta.step,
@@ -173,6 +168,14 @@ class Saver:
             )
         finally:
             self.lock.release()
+
+    def _save_alone(self, state: TrainState, meta: CheckpointMeta) -> str | None:
+        """Check and write a state without the other processes; returns what went wrong."""
+        if lost := self.certifier.lost():
+            return f"values are no longer finite: {self.certifier.told(lost)}"
+        checkpoints = self.start.checkpoints
+        error = checkpoints.save(state, dataclasses.replace(meta, lost={}))
+        return error or checkpoints.wait(alone=True)
 
     def with_tables(self, meta: CheckpointMeta | None = None) -> tuple[CheckpointMeta, str | None]:
         """Commit the tables; returns the metadata with their commits, and what went wrong."""
