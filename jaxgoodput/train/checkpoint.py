@@ -772,7 +772,7 @@ def labels_in(root: pathlib.Path) -> list[Label]:
 def folders_by_step(root: pathlib.Path) -> dict[int, pathlib.Path]:
     """Return the folders of the checkpoints in a folder by their steps, in order of these.
 
-    Spoilt ones are left out. A checkpoint that cannot be read counts as of the step that its folder is named by.
+    Spoilt ones are left out. If a checkpoint cannot be read, the number in the folder's name is its step.
     """
     labels = labels_in(root) if root.is_dir() else []
     # If several claim one step, the last one in this order counts.
