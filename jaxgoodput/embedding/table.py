@@ -12,7 +12,7 @@ What the table reads and saves is its state after the last batch that was placed
 import contextlib
 import threading
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -93,6 +93,8 @@ class Counts:
     waits: int = 0
     """Batches that waited for a row that another batch had just evicted."""
     waited_s: float = 0.0
+    lost: dict[str, int] = field(default_factory=dict)
+    """Values that are not finite, by field, of the rows that were written to the disk or checked."""
 
 
 class TierRows:
@@ -221,7 +223,6 @@ class TieredTable:
         self.layout = RowLayout((Field(EMBEDDING, dim, dtype), *optimizer.fields(dim)))
         self.device_rows, self.ram_rows = device_rows, ram_rows
         self.counts = Counts()
-        self.lost: dict[str, int] = {}  # values that are not finite, by field, of rows looked at
         self._initial: dict[str, Any] = {"seed": seed, "scale": scale}
         self._clock = clock or SystemClock()
         device = jax.local_devices()[0] if device is None else device
@@ -295,6 +296,11 @@ class TieredTable:
     def saved(self) -> Mapping[str, Any]:
         """The metadata of the commit that was opened, or of the last `save` since."""
         return self.store.newest.about.get("with", {}) if self.store.newest else {}
+
+    @property
+    def lost(self) -> dict[str, int]:
+        """How many values that are not finite were found in rows, by field; see `Counts.lost`."""
+        return self.counts.lost
 
     def commits(self) -> dict[int, Mapping[str, Any]]:
         """Return the metadata of every readable commit by number, newest first."""
