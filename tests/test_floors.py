@@ -12,7 +12,6 @@ FLOORS = (
     {
         "_commands",
         "_disk",
-        "_finite",
         "_hash",
         "_lazy",
         "_pytree",

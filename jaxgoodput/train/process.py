@@ -421,23 +421,25 @@ def _heeded(guard: StopGuard, requests: Requests) -> Iterator[None]:
 def quiet_writer() -> Iterator[None]:
     """Hide what Orbax and JAX's cache log below a warning: many lines that do not help a user.
 
-    An exception in a thread of Orbax is logged there with its traceback. It is hidden, too, because it comes
-    back from Orbax and `Saver` reports it in a sentence.
+    An exception in a thread of Orbax is logged there with its traceback. It is hidden, too, from whatever
+    handler the user has, because it comes back from Orbax and `Saver` reports it in a sentence.
     """
 
     def worth_reading(record: Any) -> bool:
-        is_orbax = "orbax" in record.pathname
-        if is_orbax and record.exc_info:
-            return False
-        chatty = is_orbax or "compilation_cache" in record.pathname
+        chatty = "orbax" in record.pathname or "compilation_cache" in record.pathname
         return record.levelno >= std_logging.WARNING or not chatty
 
-    handler = logging.get_absl_handler()
+    def is_told_once(record: Any) -> bool:
+        return not (record.exc_info and "orbax" in record.pathname)
+
+    handler, logger = logging.get_absl_handler(), logging.get_absl_logger()
     handler.addFilter(worth_reading)
+    logger.addFilter(is_told_once)
     try:
         yield
     finally:
         handler.removeFilter(worth_reading)
+        logger.removeFilter(is_told_once)
 
 
 @contextlib.contextmanager

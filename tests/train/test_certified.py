@@ -17,7 +17,6 @@ from table_runs import Two
 from table_runs import settings as table_settings
 
 import jaxgoodput as jg
-from jaxgoodput._finite import Origin, floats
 from jaxgoodput.data.sources import abstract_sample, as_source
 from jaxgoodput.engine.engine import Engines
 from jaxgoodput.engine.state import Variables
@@ -26,6 +25,7 @@ from jaxgoodput.parallel.strategy import Strategy
 from jaxgoodput.train.checkpoint import Checkpoints, SavedCheckpoint
 from jaxgoodput.train.control import Diverged
 from jaxgoodput.train.start import value_checks
+from jaxgoodput.train.start.lost_values import Origin, floats
 from jaxgoodput.train.start.problem import problem_of
 from jaxgoodput.train.start.value_checks import ValueChecks, origin_of
 

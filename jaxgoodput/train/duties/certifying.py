@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import jax
 from jaxtyping import Array
 
-from jaxgoodput._finite import first_lost, floats
 from jaxgoodput.train.control import Control, Requests
 from jaxgoodput.train.prepare import PreparedRun
+from jaxgoodput.train.start.lost_values import first_lost, floats
 from jaxgoodput.train.start.value_checks import GLANCE_EVERY
 
 NUM_NAMED = 3  # leaves that a message names; the others are counted

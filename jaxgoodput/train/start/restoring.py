@@ -9,7 +9,6 @@ from typing import Any
 from absl import logging
 
 from jaxgoodput import _disk
-from jaxgoodput._finite import Origin, floats
 from jaxgoodput._jax import PeerGone
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.data.fingerprint import Fingerprint
@@ -29,6 +28,7 @@ from jaxgoodput.train.checkpoint import (
 )
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.runs.membership import RunSnapshot
+from jaxgoodput.train.start.lost_values import Origin, floats
 from jaxgoodput.train.start.plans import RunSetup, abstract_as_saved, set_up
 from jaxgoodput.train.start.problem import TaskInputs
 from jaxgoodput.train.tables.commits import Opener, Tables

@@ -1,6 +1,6 @@
 """Programs that find lost values: of a whole state, and of a part of its large leaves between two saves.
 
-A lost value was finite when the run began and is not any more (`_finite.py`). A step checks the updates of
+A lost value was finite when the run began and is not any more (`lost_values`). A step checks the updates of
 small leaves before it applies them (`engine.step`). Checking all would write every update to memory. So the
 whole state is checked when it is saved, and parts of the large leaves once in `GLANCE_EVERY` steps.
 """
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxgoodput._finite import Origin, any_lost, floats, how_bad_on_host, num_lost
 from jaxgoodput.engine.engine import Engine
 from jaxgoodput.engine.programs import Program, Programs
 from jaxgoodput.engine.rows import RowPrograms
@@ -23,6 +22,7 @@ from jaxgoodput.engine.state import TrainState, host_copy, split
 from jaxgoodput.engine.step import SMALL
 from jaxgoodput.parallel.strategy import Layout
 from jaxgoodput.train.checkpoint import CheckpointMeta
+from jaxgoodput.train.start.lost_values import Origin, any_lost, floats, how_bad_on_host, num_lost
 
 # Large leaves are checked in so many parts, one at each check. A step passes over its parameters at least
 # five times, so that a check costs less than a thousandth of the steps since the one before.
