@@ -18,7 +18,7 @@ from jaxgoodput.engine.state import TrainState
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.events import Checkpoint
 from jaxgoodput.train.analyst import Analyst
-from jaxgoodput.train.checkpoint import ELSEWHERE, SPOILT, CheckpointMeta, Checkpoints
+from jaxgoodput.train.checkpoint import ELSEWHERE, NO_SPACE, SPOILT, CheckpointMeta, Checkpoints
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import SAVED, UNSAVED, Diverged, NotSaved, is_of_a_peer
 from jaxgoodput.train.duties.certifying import Certifier
@@ -119,7 +119,8 @@ class Saver:
 
     def _warn(self, error: str, *, goes_on: bool, is_of_tables: bool) -> None:
         """Warn of a checkpoint that was not written, with the remedy unless the error names it itself."""
-        is_of_disk = "Errno" in error or "os_error_code" in error  # of Python, of tensorstore
+        # The others are of Python and of tensorstore.
+        is_of_disk = any(word in error for word in (NO_SPACE, "Errno", "os_error_code"))
         remedy = f" Free some space, or make {self.config.workdir} writable."
         logging.warning(
             "the checkpoint was not written (%s). %solder checkpoints stay.%s",
