@@ -61,7 +61,7 @@ VERSION = 4  # of the metadata
 DAMAGED = "damaged_checkpoints"  # folder beside "checkpoints", for damaged ones
 SPOILT = "spoilt_checkpoints"  # folder beside "checkpoints", for a state that failed its check
 TEMPORARY = "*.orbax-checkpoint-tmp*"  # folder name of a save that is not complete
-NO_SPACE = "no space is left on its disk"
+NO_SPACE = os.strerror(errno.ENOSPC)
 ELSEWHERE = "it failed in another process"
 OWN_STATE = ".opt_state.own"  # path of what `adaptive` adds to the optimizer's state
 OPTIMIZER_STATE = ".opt_state"
@@ -884,7 +884,7 @@ def saveable(make: Callable[[Any], PyTree], what: str) -> Callable[[Any], PyTree
 
 def _brief(failure: Exception) -> str:
     """Return the type of an exception and the first line of its message; a few words for a full disk."""
-    if os.strerror(errno.ENOSPC) in str(failure):
+    if NO_SPACE in str(failure):
         return NO_SPACE
     return f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
 
