@@ -1,8 +1,10 @@
 """A value that is lost in one of several processes stops all of them, with the last good checkpoint kept."""
 
 import json
+import pathlib
 
 import certified_worker
+import problems
 import pytest
 from processes import run
 
@@ -12,7 +14,9 @@ pytestmark = [pytest.mark.multihost, pytest.mark.slow]
 @pytest.mark.parametrize("kind", ["cut", "copies"])
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.nightly)])
 def test_all_processes_end_with_the_truth(tmp_path, kind, rank):
-    ended = run(certified_worker.__file__, 2, 1, arguments=[str(tmp_path), kind, str(rank)])
+    environ = {"PYTHONPATH": str(pathlib.Path(problems.__file__).parent)}
+    arguments = [str(tmp_path), kind, str(rank)]
+    ended = run(certified_worker.__file__, 2, 1, arguments=arguments, environ=environ)
     found = [tmp_path / f"{process}.json" for process in (0, 1)]
     assert all(x.exists() for x in found), f"{ended.out}\n{ended.err}"
     for process, path in enumerate(found):
