@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -433,13 +433,31 @@ def quiet_writer() -> Iterator[None]:
         return not (record.exc_info and "orbax" in record.pathname)
 
     handler, logger = logging.get_absl_handler(), logging.get_absl_logger()
+    before = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None):
+        # After a failed write, tensorstore's own threads print one traceback for each array that was under
+        # way: the event loop that waited for them is closed.
+        is_late = str(error) == "Event loop is closed" and "asyncio" in _innermost_file(trace)
+        if not is_late or threading.current_thread() is threading.main_thread():
+            before(kind, error, trace)
+
     handler.addFilter(worth_reading)
     logger.addFilter(is_told_once)
+    sys.excepthook = report
     try:
         yield
     finally:
+        if sys.excepthook is report:
+            sys.excepthook = before
         handler.removeFilter(worth_reading)
         logger.removeFilter(is_told_once)
+
+
+def _innermost_file(trace: TracebackType | None) -> str:
+    """Return the file in which an exception was raised; "" if unknown."""
+    frames = traceback.extract_tb(trace)
+    return frames[-1].filename if frames else ""
 
 
 @contextlib.contextmanager
