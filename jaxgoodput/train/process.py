@@ -430,9 +430,11 @@ def quiet_writer() -> Iterator[None]:
         return record.levelno >= std_logging.WARNING or not chatty
 
     def is_told_once(record: Any) -> bool:
-        return not (record.exc_info and "orbax" in record.pathname)
+        trace = record.exc_info[2] if record.exc_info else None
+        return not any("orbax" in frame.filename for frame in traceback.extract_tb(trace))
 
-    handler, logger = logging.get_absl_handler(), logging.get_absl_logger()
+    handler = logging.get_absl_handler()
+    loggers = logging.get_absl_logger(), std_logging.getLogger("asyncio")
     before = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None):
@@ -443,7 +445,8 @@ def quiet_writer() -> Iterator[None]:
             before(kind, error, trace)
 
     handler.addFilter(worth_reading)
-    logger.addFilter(is_told_once)
+    for logger in loggers:
+        logger.addFilter(is_told_once)
     sys.excepthook = report
     try:
         yield
@@ -451,7 +454,8 @@ def quiet_writer() -> Iterator[None]:
         if sys.excepthook is report:
             sys.excepthook = before
         handler.removeFilter(worth_reading)
-        logger.removeFilter(is_told_once)
+        for logger in loggers:
+            logger.removeFilter(is_told_once)
 
 
 def _innermost_file(trace: TracebackType | None) -> str:

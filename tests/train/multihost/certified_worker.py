@@ -14,7 +14,7 @@ import problems
 from jaxgoodput.parallel.strategy import Strategy
 from jaxgoodput.train.control import Diverged
 
-LARGE = (2, 10_000)
+LARGE, SPOILT_AT = (2, 10_000), 8
 STRATEGIES = {"copies": (), "cut": (Strategy(fsdp=2),)}
 
 
@@ -32,7 +32,7 @@ def main():
     class Spoils(problems.InStep):
         def _dispatch(self, batch):
             super()._dispatch(batch)
-            if self.now.step != 5:
+            if self.now.step != SPOILT_AT:
                 return
             large = self.now.state.params["large"]
             with jax.transfer_guard("allow"):
@@ -42,7 +42,7 @@ def main():
                 large = jax.make_array_from_single_device_arrays(large.shape, large.sharding, parts)
             self.now.state.params["large"] = large
 
-    seen = problems.Recorder(lambda e: trainer.request_save() if e.step in (3, 7) else None)
+    seen = problems.Recorder(lambda e: trainer.request_save() if e.step in (3, SPOILT_AT) else None)
     settings = problems.config(out / "run", epochs=4, strategies=STRATEGIES[kind])
     hooks = [seen] if jax.process_index() == 0 else []
     trainer = Large(settings, hooks=hooks, loop=Spoils)
