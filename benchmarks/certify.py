@@ -149,7 +149,7 @@ def measure(name: str, base: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as workdir:
         config = Config(
             workdir=workdir,
-            batch=BatchLimits(base=base, max=base),
+            batch=BatchLimits(base=base, max=base, max_micro_batches=1),
             base_steps=FLAGS.rounds + 5,
             policy="fixed",
             reporting=Reporting(progress=False, tensorboard=False),
