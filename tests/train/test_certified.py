@@ -97,11 +97,17 @@ def spoiling(path, index, value, at=5):
     return type("Spoils", (Spoiling,), {"path": path, "index": index, "value": value, "at": at})
 
 
-def saving_at(*steps):
-    """A hook that asks for a checkpoint after these steps."""
-    hook = Recorder(lambda e: hook.trainer.request_save() if e.step in steps else None)
-    hook.trainer: Any = None
-    return hook
+class SavesAt(Recorder):
+    """A hook that asks its trainer for a checkpoint after these steps."""
+
+    def __init__(self, *steps):
+        super().__init__(self.ask)
+        self.steps = steps
+        self.trainer: Any = None
+
+    def ask(self, event):
+        if event.step in self.steps:
+            self.trainer.request_save()
 
 
 def folders(workdir, name="checkpoints"):
@@ -183,10 +189,10 @@ def test_any_value_of_a_large_leaf_is_seen_within_one_round(checked, data):
 def nan_once(at, index, value=np.nan):
     """An optimizer whose update of `large` has one bad element, once."""
 
-    def update(updates, count, params=None):
+    def update(updates: Any, state: Any, params=None) -> Any:
         large = updates["large"]
-        bad = jnp.where(count == at, large.at[index].set(value), large)
-        return {**updates, "large": bad}, count + 1
+        bad = jnp.where(state == at, large.at[index].set(value), large)
+        return {**updates, "large": bad}, state + 1
 
     spoil = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
     return optax.chain(optax.sgd(0.05), spoil)
@@ -202,7 +208,7 @@ def goes_on(workdir, step, **options):
 
 
 def test_an_update_that_is_nan_in_one_large_matrix_is_never_saved_as_good(tmp_path):
-    seen = saving_at(3, 7)
+    seen = SavesAt(3, 7)
     trainer = seen.trainer = Various(
         various(tmp_path, base_steps=80.0, epochs=None),
         tx=nan_once(4, (3, 1234)),
@@ -237,7 +243,7 @@ class Embedded(Mean):
 
 
 def test_adam_without_eps_ends_with_the_truth(tmp_path):
-    hook = saving_at(1, 2, 3, 5)
+    hook = SavesAt(1, 2, 3, 5)
     settings = config(tmp_path, epochs=5, max_skipped_in_a_row=2, saving__keep=20)
     tx = optax.adam(1e-2, eps=0.0)
     trainer = hook.trainer = Embedded(settings, tx=tx, hooks=[hook], loop=InStep)
@@ -276,7 +282,7 @@ NIGHTLY = pytest.mark.nightly
 def test_no_checkpoint_that_holds_a_lost_value_is_called_good(tmp_path, path, strategy, value):
     if value == np.inf and path.endswith("['least']"):
         pytest.skip("it began there")
-    seen = saving_at(3, 6, 9)
+    seen = SavesAt(3, 6, 9)
     devices = jax.devices()[: strategy.num_devices]
     trainer = seen.trainer = Various(
         various(tmp_path, max_skipped_in_a_row=3, strategies=(strategy,)),
@@ -332,7 +338,7 @@ def test_what_was_infinite_at_the_start_is_known_after_a_restart(tmp_path):
     Various(various(tmp_path, epochs=1)).fit()
     Various(various(tmp_path, epochs=2)).fit()
     assert folders(tmp_path) == [6, 12]
-    hook = saving_at(14)
+    hook = SavesAt(14)
     trainer = hook.trainer = Various(
         various(tmp_path, epochs=3),
         hooks=[hook],
@@ -357,7 +363,7 @@ def test_a_row_of_a_table_that_is_not_read_again_is_found(tmp_path):
                 with jax.transfer_guard("allow"):
                     table.slots = table.slots.at[slot, 0].set(bits)
 
-    hook = saving_at(3, 6)
+    hook = SavesAt(3, 6)
     trainer = hook.trainer = Two(table_settings(tmp_path), hooks=[hook], loop=Spoils)
     with pytest.raises(
         Diverged, match=r"embedding from row \d+ on \(1 values\).*Step 3 is certified"
@@ -399,7 +405,7 @@ def test_an_evaluation_that_is_nan_is_never_the_best(tmp_path):
 @pytest.fixture
 def swapped(tmp_path):
     """A workdir whose folders 3 and 6 hold the checkpoints of steps 6 and 3."""
-    hook = saving_at(3)
+    hook = SavesAt(3)
     trainer = hook.trainer = Mean(config(tmp_path, epochs=1), hooks=[hook], loop=InStep)
     state = trainer.fit()
     root = tmp_path / "checkpoints"

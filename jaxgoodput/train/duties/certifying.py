@@ -3,9 +3,9 @@
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
-from jaxtyping import Array
 
 from jaxgoodput.train.control import Control, Requests
 from jaxgoodput.train.prepare import PreparedRun
@@ -25,7 +25,7 @@ class Certifier:
 
     start: PreparedRun
     requests: Requests
-    _glances: deque[tuple[Array, ...]] = field(default_factory=deque, init=False)
+    _glances: deque[tuple[Any, ...]] = field(default_factory=deque, init=False)
 
     def stepped(self) -> None:
         """Start a check of large leaves if it is due, and look at the results of earlier ones."""

@@ -164,11 +164,13 @@ def glance_program(programs: Programs, began: tuple[str, ...]) -> Program:
     return Program(run, (), arguments, programs.layout.replicated)
 
 
-def slot_program(programs: RowPrograms) -> Program:
+def slot_program(programs: Programs) -> Program:
     """Build the check of a part of the slots of all tables: whether any value there is not finite.
 
     It goes from the state's step count, which chooses the part, and the slots to one bool.
     """
+
+    assert isinstance(programs, RowPrograms)
 
     def run(step: Array, slots: dict[str, Array]) -> Array:
         found = jnp.zeros((), bool)
