@@ -71,7 +71,15 @@ class PeerLost(RuntimeError):
 
 
 class Diverged(RuntimeError):
-    """Too many updates in a row had a loss or gradient that was not finite."""
+    """Training cannot go on: the state holds lost values, or too many updates in a row were refused.
+
+    Lost values were finite when the run began and are not any more. `safe_step` is the step of the last
+    certified checkpoint; None if there is none.
+    """
+
+    def __init__(self, why: str, safe_step: int | None = None):
+        super().__init__(why)
+        self.safe_step = safe_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +99,7 @@ class Control:
     save: bool = False
     evaluate: bool = False
     show: bool = False  # the parameters to the hooks
+    certify: bool = False  # check all values: some were found lost
     regroup: bool = False  # processes are about to join or leave
     keep: bool = False  # a copy of the state, here and on a neighbour
     batch: BatchConfig | BatchWish | None = None  # to use from now on
@@ -115,7 +124,7 @@ class Control:
         return self.batch
 
 
-FLAGS = ("stop", "finish", "save", "evaluate", "show", "regroup", "keep")
+FLAGS = ("stop", "finish", "save", "evaluate", "show", "certify", "regroup", "keep")
 COUNTS = ("num_ready", "num_measuring")
 CONTROL_SIZE = len(FLAGS) + len(COUNTS) + len(("cadence", "micro", "count", "strategy"))
 NOTHING = Control()

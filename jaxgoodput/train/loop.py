@@ -44,6 +44,7 @@ from jaxgoodput.train.control import (
     Stopping,
     explained,
 )
+from jaxgoodput.train.duties.certifying import Certifier
 from jaxgoodput.train.duties.evaluating import Evaluations
 from jaxgoodput.train.duties.reading import BatchReader
 from jaxgoodput.train.duties.saving import Saver
@@ -114,7 +115,8 @@ class Loop:
         self._reader = BatchReader(*given)
         self._switcher = BatchSwitcher(*given)
         self._evaluations = Evaluations(*given, summarize=task.summarize)
-        self._saver = Saver(*given, done=lambda: self.done)
+        certifier = Certifier(start, requests)
+        self._saver = Saver(*given, done=lambda: self.done, certifier=certifier)
 
     # -- what others ask of it -------------------------------------------------------------------
 
@@ -162,8 +164,8 @@ class Loop:
             must_save = is_best or self._must_save(first)
             if must_save:
                 unsaved = self._saver.save_last(look=ending.error is None)
-            else:  # tables are committed with the state that is returned
-                unsaved = self._saver.with_tables()[1]
+            else:
+                unsaved = self._saver.commit_last()
             failure = self._tell_hooks(unsaved)
         except Exception as error:
             if not isinstance(error, Regroup):
@@ -283,11 +285,11 @@ class Loop:
         _require_finite(result)
         in_a_row = result.metrics.skipped_in_a_row
         if in_a_row >= self.config.max_skipped_in_a_row:
+            self._saver.certify()  # an update before them may have been applied and not been good
             why, remedy = _refusal(result.metrics.weight)
-            raise Diverged(
-                f"{in_a_row} updates in a row {why}, the last at step {wanted}. None of them was applied, "
-                f"and the checkpoints in {self.config.workdir} are from before. Of the last update, "
-                f"{_fault(result)}. {remedy}"
+            raise self._saver.diverged(
+                f"{in_a_row} updates in a row {why}, the last at step {wanted}. None of them was applied.",
+                f"Of the last update, {_fault(result)}. {remedy}",
             )
         return result
 
@@ -295,14 +297,10 @@ class Loop:
         """Carry out the requests that take effect now, such as a save; return False to end the loop."""
         self._post_what_is_due(result)
         control = self.kind.decisions.received(result, self.now.batch)
-        if control.stop:
-            self._ending.stopped_by = self.requests.signal or "peer"
+        if self._ends(control):
             return False
-        if control.finish or self._is_complete():
-            return False
-        if control.regroup:
-            self._ending.regroup = "processes are about to join or leave"
-            return False
+        if control.certify:
+            self._saver.certify(rows=True)
         is_best = control.evaluate and self._evaluate()
         if self._ending.stopped_by:
             return False
@@ -310,6 +308,17 @@ class Loop:
             self._saver.save()
         self._obey_quietly(control)
         return True
+
+    def _ends(self, control: Control) -> bool:
+        """Whether the loop ends here, by request or because it is done."""
+        if control.stop:
+            self._ending.stopped_by = self.requests.signal or "peer"
+            return True
+        if control.finish or self._is_complete():
+            return True
+        if control.regroup:
+            self._ending.regroup = "processes are about to join or leave"
+        return control.regroup
 
     def _post_what_is_due(self, result: StepResult | None) -> None:
         """Request the checkpoints, copies and evaluations that are due; process 0 does it for all.
@@ -388,6 +397,7 @@ class Loop:
                 reduced=done.reduced,
             )
         )
+        self._saver.certifier.stepped()
 
     def _is_measured(self, batch: StepBatch) -> bool:
         """Whether this step measures gradient noise: one step in `every`."""

@@ -63,6 +63,7 @@ from jaxgoodput.train.start.restoring import (
     resume_stream,
     with_average,
 )
+from jaxgoodput.train.start.value_checks import ValueChecks, origin_of
 from jaxgoodput.train.tables.commits import Opener, Tables
 from jaxgoodput.train.tables.feed import Feed
 from jaxgoodput.train.task import Task
@@ -98,6 +99,8 @@ class PreparedRun:
     restored: CheckpointMeta | None
     memory: Memory | None
     """What earlier runs of this program left, and for later ones."""
+    values: ValueChecks
+    """What finds values of the state that are not finite any more."""
     hooks: tuple[Any, ...]
     """The hooks of the process that reports; none in the others."""
 
@@ -170,7 +173,8 @@ def prepare(
         with trying():
             try_loss(setup, beginning.engine, beginning.state, beginning.plan)
     evaluator = _evaluation(setup, beginning, tables, ledger)
-    strategies, compile_s = _compile_first(setup, beginning, evaluator, stack, ledger)
+    values = _value_checks(beginning, ledger)
+    strategies, compile_s = _compile_first(setup, beginning, evaluator, values, stack, ledger)
     loader = _open_data(setup, beginning, data, stack)
     feed = inputs.tables.feed(opener, tables, loader, inputs.config)
     stack.callback(feed.close)
@@ -204,6 +208,7 @@ def prepare(
         restart=restart,
         restored=beginning.restored,
         memory=beginning.memory,
+        values=values,
         hooks=told,
     )
 
@@ -236,6 +241,7 @@ def _open_workdir(setup: RunSetup, stack: contextlib.ExitStack) -> Checkpoints:
     checkpoints = Checkpoints(config.workdir, keep=config.saving, spans=where.spans)
     stack.callback(checkpoints.close)
     checkpoints.remove_leftovers()
+    checkpoints.tidy()
     return checkpoints
 
 
@@ -330,17 +336,28 @@ def _compiles_evaluation(setup: RunSetup) -> bool:
     return _is_periodic(setup.config) or has_others(setup.where)
 
 
+def _value_checks(beginning: Beginning, ledger: TimeLedger) -> ValueChecks:
+    """Return the checks of the state's values, which are compiled; finds out which did not begin finite."""
+    with ledger.bucket("compilation"):
+        origin = origin_of(beginning.engine, beginning.state, beginning.restored)
+        values = ValueChecks(origin)
+        values.compile(beginning.engine)
+    return values
+
+
 def _compile_first(
     setup: RunSetup,
     beginning: Beginning,
     evaluator: Evaluator | None,
+    values: ValueChecks,
     stack: contextlib.ExitStack,
     ledger: TimeLedger,
 ) -> tuple[StrategyCompiler, float]:
     """Compile the steps of the first batch, and what else must be ready; also returns the seconds it took."""
     config, plan, batch, engine = setup.config, beginning.plan, beginning.batch, beginning.engine
 
-    def compile_evaluation(other: Engine) -> None:
+    def compile_more(other: Engine) -> None:
+        values.compile(other)
         if evaluator is not None and _compiles_evaluation(setup):
             evaluator.compile(other.abstract_state())
 
@@ -352,7 +369,7 @@ def _compile_first(
         budget=setup.budget,
         reach=config.tuning.max_growth if config.compiles_behind else math.inf,
         background=config.compiles_behind,
-        compile_more=compile_evaluation,
+        compile_more=compile_more,
     )
     stack.callback(strategies.close)
     strategies.use(batch)

@@ -90,7 +90,7 @@ class Trainer(Task):
             SystemExit with code 143, so that a script that does not catch it ends with that code.
           NotSaved: the run was asked to stop or is done, but its last step could not be saved. A SystemExit
             with code 75, which names the step that is safe.
-          Diverged: too many updates in a row were not finite.
+          Diverged: values of the state are no longer finite, or too many updates in a row were refused.
           InUse: another run holds the workdir; a RuntimeError.
           PeerLost: another process of the job has died.
           RuntimeError: a sample could not be read.

@@ -28,6 +28,7 @@ from jaxgoodput.train.checkpoint import (
 )
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.runs.membership import RunSnapshot
+from jaxgoodput.train.start.lost_values import Origin, floats
 from jaxgoodput.train.start.plans import RunSetup, abstract_as_saved, set_up
 from jaxgoodput.train.start.problem import TaskInputs
 from jaxgoodput.train.tables.commits import Opener, Tables
@@ -249,7 +250,10 @@ def restored_state(
 
 
 def save_kept(inputs: TaskInputs, kept: RunSnapshot, *, group_size: int) -> str | None:
-    """Write a run between two generations as its newest checkpoint; returns None, or what went wrong."""
+    """Write a run between two generations as its newest checkpoint; returns None, or what went wrong.
+
+    It is not written if it holds values that were finite when the run began and are not any more.
+    """
     config = inputs.config
     # The state of a group of several processes was cut over more devices than are here.
     strategies = config.strategies if group_size == 1 else ()
@@ -257,8 +261,13 @@ def save_kept(inputs: TaskInputs, kept: RunSnapshot, *, group_size: int) -> str 
     setup = set_up(inputs, where)
     engine = next(iter(setup.engines.values()))
     state = whole_on_host(kept.leaves, abstract_as_saved(engine, kept.meta))
+    shapes = {path: kind.shape for path, kind in kept.meta.leaves.items()}
+    lost = Origin.unpacked(kept.meta.began, shapes).lost_on_host(floats(state))
+    if lost:
+        return f"step {kept.step}: values are no longer finite ({lost})"
+    meta = dataclasses.replace(kept.meta, lost={})
     with contextlib.ExitStack() as stack:
         hold_workdir(config.workdir, where, stack, SystemClock(), patience_s=CUT_OFF_S)
         checkpoints = Checkpoints(config.workdir, keep=config.saving)
         stack.callback(checkpoints.close)
-        return checkpoints.save(state, kept.meta) or checkpoints.wait(alone=True)
+        return checkpoints.save(state, meta) or checkpoints.wait(alone=True)
