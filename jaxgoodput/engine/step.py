@@ -224,7 +224,7 @@ def _require_same_state(given: PyTree, returned: PyTree) -> None:
         f"{name} was {old[name].dtype}{list(old[name].shape)} and is "
         f"{new[name].dtype}{list(new[name].shape)} for a batch of two samples"
         for name in old.keys() & new.keys()
-        if (old[name].shape, old[name].dtype) != (new[name].shape, new[name].dtype)
+        if old[name].shape != new[name].shape or not _is_alike(old[name].dtype, new[name].dtype)
     ]
     if not wrong and jax.tree.structure(given) != jax.tree.structure(returned):
         wrong = [f"{jax.tree.structure(given)} became {jax.tree.structure(returned)}"]
@@ -235,6 +235,12 @@ def _require_same_state(given: PyTree, returned: PyTree) -> None:
             "to one call: return what from_linen(...).train or from_nnx(...).train returned, which tells "
             "them apart, and name collections that are sowed with a reduce_fn in from_linen(sown=...)."
         )
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    """Return whether a leaf of the model state may be returned in a type: its own, or any for floats."""
+    both = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (one, other))
+    return both or one == other
 
 
 def require_dependence(problem: Problem, state: TrainState, batch: PyTree) -> None:
@@ -445,13 +451,16 @@ def in_two(problem: Problem, total: Sums, part: Sums, scale: PyTree, *, cut: boo
 def _advance(old: PyTree, new: PyTree, samples: Array) -> PyTree:
     """Return the new model state, with old floats if the micro-batch held no real sample.
 
-    Other leaves (counters, keys) advance with every micro-batch, so they stay the same on all replicas.
+    Floats keep their types: Flax computes new statistics of float32 in the type of the parameters. Other
+    leaves (counters, keys) advance with every micro-batch, so they stay the same on all replicas.
     """
-    return jax.tree.map(
-        lambda a, b: jnp.where(samples > 0, b, a) if jnp.issubdtype(b.dtype, jnp.floating) else b,
-        old,
-        new,
-    )
+
+    def advanced(a: Array, b: Array) -> Array:
+        if not jnp.issubdtype(b.dtype, jnp.floating):
+            return b
+        return jnp.where(samples > 0, b.astype(a.dtype), a)
+
+    return jax.tree.map(advanced, old, new)
 
 
 def is_summed(problem: Problem, path: Any) -> bool:
@@ -466,7 +475,7 @@ def _changes(problem: Problem, old: PyTree, new: PyTree, samples: Array) -> dict
         return {}
     pairs = zip(jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(old), strict=True)
     return {
-        path_name(path): jnp.where(samples > 0, b - a, jnp.zeros_like(b))
+        path_name(path): jnp.where(samples > 0, b.astype(a.dtype) - a, jnp.zeros_like(a))
         for (path, b), a in pairs
         if is_summed(problem, path)
     }

@@ -5,7 +5,11 @@ from collections.abc import Mapping
 ALL = "all columns"
 
 # (row, column) -> part of the message. docs/exactness.md gives the reason of each.
-REFUSED: Mapping[tuple[str, str], str] = {}
+REFUSED: Mapping[tuple[str, str], str] = {
+    ("counts, not declared", "2 replicas"): "adds up over samples",
+    ("counts, not declared", "4 replicas"): "adds up over samples",
+    ("counts, not declared", "8 x base"): "adds up over samples",
+}
 
 # (row, column) -> why the cell is neither equal nor refused yet.
 OPEN: Mapping[tuple[str, str], str] = {}
