@@ -437,7 +437,7 @@ class TieredTable:
         plan = evicted.plan
         if evicted.rows is not None:
             targets = plan.evicted_targets
-            rows, kept = np.asarray(evicted.rows)[: len(plan.evicted)], plan.is_kept
+            rows, kept = jax.device_get(evicted.rows)[: len(plan.evicted)], plan.is_kept
             self._ram[targets] = rows if kept.all() else rows[kept]
             self._in_ram.ids[targets] = plan.evicted[kept]
             self._in_ram.dirty[targets] = evicted.is_dirty[kept]
@@ -532,7 +532,7 @@ class TieredTable:
             some = slots[start : start + FETCHED_AT_ONCE].astype(np.int32)
             wanted = self._padded(some, padded_size(len(some)))
             rows = _gathered(copy, jax.device_put(wanted, copy.sharding))
-            parts.append(np.asarray(rows)[: len(some)])
+            parts.append(jax.device_get(rows)[: len(some)])
         return np.concatenate(parts)
 
     def save(self, about: Mapping[str, Any] | None = None, *, keep: Collection[int] = ()) -> int:

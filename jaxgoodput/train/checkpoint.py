@@ -46,6 +46,7 @@ from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.fingerprint import Fingerprint
 from jaxgoodput.data.sources import StreamState
 from jaxgoodput.engine import saved as on_disk
+from jaxgoodput.engine.memory import shortage_in
 from jaxgoodput.engine.saved import Keys, LeafKind, describe, differences, keys_of, named
 from jaxgoodput.engine.state import TrainState, Variables
 from jaxgoodput.goodput.search import BatchConfig
@@ -821,8 +822,8 @@ def _or_named(folder: pathlib.Path, read: Callable[[], T]) -> T:
 
 
 def _is_out_of_memory(failure: Exception | None) -> TypeGuard[Exception]:
-    """Return whether a device was too small, which says nothing against the checkpoint."""
-    return failure is not None and "RESOURCE_EXHAUSTED" in str(failure)
+    """Return whether memory ran out, which says nothing against the checkpoint."""
+    return shortage_in(failure) is not None
 
 
 def _attempt(read: Callable[[], T]) -> tuple[T | None, Exception | None]:

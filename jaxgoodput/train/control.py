@@ -6,16 +6,18 @@ reduction of a step. Every process knows the sum before it dispatches step + `DE
 takes no further message and no further collective, and all processes get the same answer.
 """
 
+import contextlib
 import dataclasses
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
-from jaxgoodput._jax import PeerGone
+from jaxgoodput._jax import PeerGone, found_by_debugging
+from jaxgoodput.engine.memory import OutOfMemory, shortage_in
 from jaxgoodput.engine.state import TrainState
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.parallel.place import Place
@@ -324,6 +326,41 @@ class SharedDecisions:
 
 
 Decisions = OwnDecisions | SharedDecisions
+
+
+def explained(error: Exception, doing: str) -> Exception:
+    """Return an error that says what did not fit into memory, or had a NaN; any other error as it is.
+
+    `doing` says what the run was doing, as a noun phrase.
+    """
+    shortage = shortage_in(error)
+    if shortage is not None:
+        return OutOfMemory(
+            f"{doing} did not fit into memory ({shortage}). Less is needed by smaller micro-batches "
+            '(BatchLimits.micro), compute_dtype="bfloat16", jax.checkpoint around layers, '
+            "Strategy(fsdp=-1), which cuts the state over all devices, and on the host by "
+            "Execution(prefetch=1). If other programs use the same memory, say how much is left with "
+            "Execution.memory_bytes."
+        )
+    found = found_by_debugging(error)
+    if found is not None:
+        return FloatingPointError(
+            f"jax_debug_{found}s found {found} in the results of {doing}. Call your functions on the same "
+            "values outside of fit, under jax.jit, and JAX names the operation."
+        )
+    return error
+
+
+@contextlib.contextmanager
+def explaining(doing: str) -> Iterator[None]:
+    """Raise errors of the block as `explained` does."""
+    try:
+        yield
+    except Exception as error:
+        told = explained(error, doing)
+        if told is error:
+            raise
+        raise told from None  # pages of JAX's and XLA's own frames say no more
 
 
 def is_of_a_peer(error: BaseException) -> bool:
