@@ -1,0 +1,146 @@
+"""Finds values that a traced function returns whatever its arguments are.
+
+An optimizer is a closure: nothing in it says which leaves it never moves, or which counts advance by one in
+every update. Trying it on some gradients would only say what happened for these. Its trace says it for all.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+# A value is a scalar if all elements of the array are known to be equal to it, and None if they are not.
+Value = np.ndarray | None
+
+_SHAPE_ONLY = frozenset(
+    "broadcast_in_dim reshape transpose squeeze expand_dims slice rev copy copy_p device_put reduce_max "
+    "reduce_min reduce_and reduce_or sharding_constraint reduce_precision".split()
+)
+_ELEMENTWISE = frozenset(
+    "add sub mul div rem neg sign abs max min pow integer_pow square sqrt rsqrt cbrt exp exp2 log log1p "
+    "expm1 sin cos tanh floor ceil round clamp eq ne lt le gt ge and or xor not is_finite "
+    "convert_element_type add_any stop_gradient".split()
+)
+_ZERO_IF_ANY = frozenset("mul and dot_general conv_general_dilated".split())
+_ZERO_IF_FIRST = frozenset(
+    "div rem reduce_sum cumsum cumprod cummax cummin reduce_prod sort dynamic_slice real imag".split()
+)
+_LOOPS = frozenset("scan while".split())  # their bodies run more than once
+
+
+def constant_outputs(traced: ClosedJaxpr, known: Mapping[int, Any]) -> list[Value]:
+    """Return the value of each output that is the same whatever the arguments are, else None.
+
+    `known` has the values of scalar arguments, by position; nothing is known of the others, except that all
+    floats are finite. (Only finite gradients reach an optimizer, so `optax.apply_if_finite` lets all pass.)
+
+    >>> traced = jax.make_jaxpr(lambda x, n: (0 * x, x + 1, n + 1))(1.0, 1)
+    >>> [x if x is None else float(x) for x in constant_outputs(traced, {1: 4})]
+    [0.0, None, 5.0]
+    """
+    arguments: list[Value] = [None] * len(traced.jaxpr.invars)
+    for place, value in known.items():
+        arguments[place] = np.asarray(value, getattr(traced.in_avals[place], "dtype", None))
+    with jax.ensure_compile_time_eval():
+        return _outputs(traced.jaxpr, [_uniform(x) for x in traced.consts], arguments)
+
+
+def _outputs(jaxpr: Jaxpr, consts: Sequence[Value], arguments: Sequence[Value]) -> list[Value]:
+    known: dict[Any, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
+    known.update(zip(jaxpr.invars, arguments, strict=True))
+
+    def read(x: Any) -> Value:
+        return _uniform(x.val) if isinstance(x, Literal) else known.get(x)
+
+    for one in jaxpr.eqns:
+        found = _results(one, [read(x) for x in one.invars])
+        known.update((x, value) for x, value in zip(one.outvars, found, strict=True))
+    return [read(x) for x in jaxpr.outvars]
+
+
+def _results(one: Any, inputs: list[Value]) -> list[Value]:
+    """Return what is known of the results of one equation."""
+    name, unknown = one.primitive.name, [None] * len(one.outvars)
+    if name == "is_finite":
+        return [np.asarray(True)]
+    if name == "cond":
+        branches = one.params["branches"]
+        chosen = _chosen(inputs[0], branches)
+        return _common([_called(branch, inputs[1:]) for branch in chosen])
+    if name == "select_n":
+        cases = _chosen(inputs[0], inputs[1:])
+        return _common([[case] for case in cases])
+    if name == "optimization_barrier":
+        return list(inputs)
+    inner = None if name in _LOOPS else _body(one)
+    if inner is not None:
+        return _called(inner, inputs)
+    if len(one.outvars) != 1:
+        return unknown
+    return [_result(one, name, inputs)]
+
+
+def _result(one: Any, name: str, inputs: list[Value]) -> Value:
+    dtype = one.outvars[0].aval.dtype
+    zeros = [x is not None and not x for x in inputs]
+    if (name in _ZERO_IF_ANY and any(zeros)) or (name in _ZERO_IF_FIRST and zeros[0]):
+        return np.zeros((), dtype)
+    if name == "or" and dtype == np.bool_ and any(x is not None and bool(x) for x in inputs):
+        return np.asarray(True)
+    if not inputs or any(x is None for x in inputs):
+        return None
+    if name in _SHAPE_ONLY:
+        return inputs[0]
+    if name == "concatenate":
+        return _common([[x] for x in inputs])[0]
+    if name in _ELEMENTWISE:
+        return np.asarray(one.primitive.bind(*inputs, **one.params))
+    return None
+
+
+def _chosen(index: Value, cases: Sequence[Any]) -> Sequence[Any]:
+    """Return the one case that a known index selects, or all."""
+    if index is None:
+        return cases
+    return [cases[min(max(int(index), 0), len(cases) - 1)]]
+
+
+def _common(results: Sequence[list[Value]]) -> list[Value]:
+    """Return the values that are the same in all of several lists."""
+
+    def same(values: tuple[Value, ...]) -> Value:
+        first, *others = values
+        equal = first is not None and all(x is not None and x == first for x in others)
+        return first if equal else None
+
+    return [same(values) for values in zip(*results, strict=True)]
+
+
+def _body(one: Any) -> ClosedJaxpr | Jaxpr | None:
+    """Return the function that an equation calls once with its own inputs; None if there is none."""
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = one.params.get(name)
+        if isinstance(inner, ClosedJaxpr | Jaxpr):
+            plain = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+            return inner if len(plain.invars) == len(one.invars) else None
+    return None
+
+
+def _called(inner: ClosedJaxpr | Jaxpr, inputs: Sequence[Value]) -> list[Value]:
+    if isinstance(inner, ClosedJaxpr):
+        return _outputs(inner.jaxpr, [_uniform(x) for x in inner.consts], inputs)
+    return _outputs(inner, [], inputs)
+
+
+def _uniform(x: Any) -> Value:
+    """Return the value that all elements of an array share; None if they differ."""
+    if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
+        return None
+    if jax.dtypes.issubdtype(getattr(x, "dtype", np.dtype(float)), jax.dtypes.extended):
+        return None  # a random key
+    array = np.asarray(x)
+    if not array.size or not (array == array.flat[0]).all():
+        return None
+    return np.asarray(array.flat[0])
