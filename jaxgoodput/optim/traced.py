@@ -305,6 +305,6 @@ def _refusal(state: PyTree, error: Exception) -> str:
     else:
         advice = "A line search (lbfgs) or a Hessian (sophia) is not supported: leave that link out"
     return (
-        "optimizer() has a link that asks for more than gradients, parameters and the loss, or fails with "
-        f"them ({said}). {advice}."
+        "optimizer() has a link that asks for more than gradients, parameters and the loss: "
+        f"{said}. {advice}."
     )
