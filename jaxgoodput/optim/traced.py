@@ -72,7 +72,8 @@ class TracedUpdate:
             after = constant_outputs(self.jaxpr, {at: count})[at]
             return after is not None and int(after) == count + 1
 
-        return all(map(advanced, _COUNTS))
+        largest = jnp.iinfo(self.jaxpr.in_avals[at].dtype).max
+        return all(advanced(count) for count in _COUNTS if count < largest)
 
 
 @dataclass(frozen=True)
@@ -269,7 +270,7 @@ def _acts_as_schedule(traced: TracedUpdate, path: str) -> bool:
     size = np.abs(found).max()
     directions, sizes, _ = np.linalg.svd(found - found[-1], full_matrices=False)
     if sizes[0] <= 1e-5 * size:
-        return True  # it changes nothing at these counts
+        return False  # what it does, it does not do to updates
     steps = np.diff(directions[:_NUM_SUCCESSIVE, 0] * sizes[0])
     steps = steps[np.abs(steps) > 1e-5 * size]
     turns = int(np.sum(steps[1:] * steps[:-1] < 0))
