@@ -33,8 +33,9 @@ _LOOPS = frozenset("scan while".split())  # their bodies run more than once
 def constant_outputs(traced: ClosedJaxpr, known: Mapping[int, Any]) -> list[Value]:
     """Return the value of each output that is the same whatever the arguments are, else None.
 
-    `known` has the values of scalar arguments, by position; nothing is known of the others, except that all
-    floats are finite. (Only finite gradients reach an optimizer, so `optax.apply_if_finite` lets all pass.)
+    `known` has the values of arguments whose elements are all equal, by position; nothing is known of the
+    others, except that all floats are finite. (Only finite gradients reach an optimizer, so
+    `optax.apply_if_finite` lets all pass.)
 
     >>> traced = jax.make_jaxpr(lambda x, n: (0 * x, x + 1, n + 1))(1.0, 1)
     >>> [x if x is None else float(x) for x in constant_outputs(traced, {1: 4})]
@@ -42,62 +43,70 @@ def constant_outputs(traced: ClosedJaxpr, known: Mapping[int, Any]) -> list[Valu
     """
     arguments: list[Value] = [None] * len(traced.jaxpr.invars)
     for place, value in known.items():
-        arguments[place] = np.asarray(value, getattr(traced.in_avals[place], "dtype", None))
+        arguments[place] = np.asarray(value, traced.in_avals[place].dtype)
     with jax.ensure_compile_time_eval():
-        return _outputs(traced.jaxpr, [_uniform(x) for x in traced.consts], arguments)
+        return _Folder().outputs(traced, arguments)
 
 
-def _outputs(jaxpr: Jaxpr, consts: Sequence[Value], arguments: Sequence[Value]) -> list[Value]:
-    known: dict[Any, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
-    known.update(zip(jaxpr.invars, arguments, strict=True))
+class _Folder:
+    """Follows constants through a trace."""
 
-    def read(x: Any) -> Value:
-        return _uniform(x.val) if isinstance(x, Literal) else known.get(x)
+    def __init__(self) -> None:
+        self._folded: dict[Any, np.ndarray] = {}  # an optimizer does the same to every leaf
 
-    for one in jaxpr.eqns:
-        found = _results(one, [read(x) for x in one.invars])
-        known.update((x, value) for x, value in zip(one.outvars, found, strict=True))
-    return [read(x) for x in jaxpr.outvars]
+    def outputs(self, function: ClosedJaxpr | Jaxpr, arguments: Sequence[Value]) -> list[Value]:
+        """Return what is known of the outputs of a function."""
+        is_closed = isinstance(function, ClosedJaxpr)
+        jaxpr, consts = (function.jaxpr, function.consts) if is_closed else (function, ())
+        known: dict[Any, Value] = dict(zip(jaxpr.constvars, map(_uniform, consts), strict=True))
+        known.update(zip(jaxpr.invars, arguments, strict=True))
 
+        def read(x: Any) -> Value:
+            return _uniform(x.val) if isinstance(x, Literal) else known.get(x)
 
-def _results(one: Any, inputs: list[Value]) -> list[Value]:
-    """Return what is known of the results of one equation."""
-    name, unknown = one.primitive.name, [None] * len(one.outvars)
-    if name == "is_finite":
-        return [np.asarray(True)]
-    if name == "cond":
-        branches = one.params["branches"]
-        chosen = _chosen(inputs[0], branches)
-        return _common([_called(branch, inputs[1:]) for branch in chosen])
-    if name == "select_n":
-        cases = _chosen(inputs[0], inputs[1:])
-        return _common([[case] for case in cases])
-    if name == "optimization_barrier":
-        return list(inputs)
-    inner = None if name in _LOOPS else _body(one)
-    if inner is not None:
-        return _called(inner, inputs)
-    if len(one.outvars) != 1:
-        return unknown
-    return [_result(one, name, inputs)]
+        for one in jaxpr.eqns:
+            found = self._results(one, [read(x) for x in one.invars])
+            known.update(zip(one.outvars, found, strict=True))
+        return [read(x) for x in jaxpr.outvars]
 
+    def _results(self, one: Any, inputs: list[Value]) -> list[Value]:
+        name = one.primitive.name
+        if name == "is_finite":
+            return [np.asarray(True)]
+        if name == "cond":
+            chosen = _chosen(inputs[0], one.params["branches"])
+            return _common([self.outputs(branch, inputs[1:]) for branch in chosen])
+        if name == "select_n":
+            return _common([[case] for case in _chosen(inputs[0], inputs[1:])])
+        if name == "optimization_barrier":
+            return list(inputs)
+        inner = None if name in _LOOPS else _body(one)
+        if inner is not None:
+            return self.outputs(inner, inputs)
+        if len(one.outvars) != 1:
+            return [None] * len(one.outvars)
+        return [self._result(one, name, inputs)]
 
-def _result(one: Any, name: str, inputs: list[Value]) -> Value:
-    dtype = one.outvars[0].aval.dtype
-    zeros = [x is not None and not x for x in inputs]
-    if (name in _ZERO_IF_ANY and any(zeros)) or (name in _ZERO_IF_FIRST and zeros[0]):
-        return np.zeros((), dtype)
-    if name == "or" and dtype == np.bool_ and any(x is not None and bool(x) for x in inputs):
-        return np.asarray(True)
-    if not inputs or any(x is None for x in inputs):
-        return None
-    if name in _SHAPE_ONLY:
-        return inputs[0]
-    if name == "concatenate":
-        return _common([[x] for x in inputs])[0]
-    if name in _ELEMENTWISE:
-        return np.asarray(one.primitive.bind(*inputs, **one.params))
-    return None
+    def _result(self, one: Any, name: str, inputs: list[Value]) -> Value:
+        dtype = one.outvars[0].aval.dtype
+        zeros = [x is not None and not x for x in inputs]
+        if (name in _ZERO_IF_ANY and any(zeros)) or (name in _ZERO_IF_FIRST and zeros[0]):
+            return np.zeros((), dtype)
+        if name == "or" and dtype == np.bool_ and any(x is not None and bool(x) for x in inputs):
+            return np.asarray(True)
+        if not inputs or any(x is None for x in inputs):
+            return None
+        if name in _SHAPE_ONLY:
+            return inputs[0]
+        if name == "concatenate":
+            return _common([[x] for x in inputs])[0]
+        return self._fold(one, inputs) if name in _ELEMENTWISE else None
+
+    def _fold(self, one: Any, inputs: list[Any]) -> Value:
+        key = (one.primitive, str(one.params), *((x.dtype, x.item()) for x in inputs))
+        if key not in self._folded:
+            self._folded[key] = np.asarray(one.primitive.bind(*inputs, **one.params))
+        return self._folded[key]
 
 
 def _chosen(index: Value, cases: Sequence[Any]) -> Sequence[Any]:
@@ -126,12 +135,6 @@ def _body(one: Any) -> ClosedJaxpr | Jaxpr | None:
             plain = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
             return inner if len(plain.invars) == len(one.invars) else None
     return None
-
-
-def _called(inner: ClosedJaxpr | Jaxpr, inputs: Sequence[Value]) -> list[Value]:
-    if isinstance(inner, ClosedJaxpr):
-        return _outputs(inner.jaxpr, [_uniform(x) for x in inner.consts], inputs)
-    return _outputs(inner, [], inputs)
 
 
 def _uniform(x: Any) -> Value:

@@ -59,10 +59,17 @@ class TracedUpdate:
     def moves(self) -> tuple[bool, ...]:
         """Return for each leaf of the parameters whether any update may change it.
 
-        False is proven: the update is 0 whatever the gradient and the state are.
+        False is proven by induction over updates: the update is 0, whatever the gradient is, if what stays as
+        `init` made it in the state has not changed so far (a moment of a gradient that a mask sets to 0).
         """
-        updates = constant_outputs(self.jaxpr, {})[: self.num_leaves]
-        return tuple(x is None or bool(x) for x in updates)
+        made = constant_outputs(jax.make_jaxpr(self.tx.init)(self.params), {})
+        known = {self.num_leaves + i: x for i, x in enumerate(made) if x is not None}
+        while True:
+            found = constant_outputs(self.jaxpr, known)
+            stays = {at: x for at, x in known.items() if found[at] is not None and found[at] == x}
+            if len(stays) == len(known):
+                return tuple(x is None or bool(x) for x in found[: self.num_leaves])
+            known = stays
 
     def is_steady(self, place: int) -> bool:
         """Return whether leaf `place` of the state goes up by one in every update, whatever the rest is."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxgoodput.optim.constants import constant_outputs
@@ -89,14 +89,12 @@ OPTIMIZERS = {
 )
 def test_exactly_the_leaves_that_are_frozen_never_move(way, wrapper, optimizer, frozen):
     """However they are frozen; a leaf that only moves after 70,000 steps moves."""
-    tx = OPTIMIZERS[optimizer]()
-    if way == "before" and optimizer in ("adamw", "muon"):
-        tx = optax.adam(0.1)  # weight decay would move what has no gradient
-    found = traced_update(WRAPPERS[wrapper](FREEZES[way](tx, tree(frozen))), PARAMS).moves()
-    if way == "before":
-        assert all(found)  # a moment of 0 is no proof: Adam would move by another state
-    else:
-        assert found == tuple(not x for x in frozen)
+    assume((way, optimizer) != ("before", "muon"))  # which orthogonalises nothing in a loop
+    found = traced_update(
+        WRAPPERS[wrapper](FREEZES[way](OPTIMIZERS[optimizer](), tree(frozen))), PARAMS
+    )
+    decays = way == "before" and optimizer == "adamw"  # weight decay moves what has no gradient
+    assert found.moves() == tuple(decays or not x for x in frozen)
 
 
 def test_what_is_known_of_a_trace_is_true():
@@ -294,7 +292,10 @@ def test_an_optimizer_gets_the_arguments_that_it_accepts(tx):
     [
         (optax.lookahead(optax.sgd(0.1), 5, 0.5), "Config.ema"),
         (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True), "opaque_mode=False"),
-        (optax.contrib.dpsgd(0.1, 1.0, 0.1, 0), "one gradient per sample"),
+        (
+            optax.contrib.differentially_private_aggregate(1.0, 0.1, key=0),
+            "one gradient per sample",
+        ),
         (optax.lbfgs(), "line search"),
         (optax.contrib.sophia(0.1), "Hessian"),
         (

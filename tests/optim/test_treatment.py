@@ -276,14 +276,12 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "mechanize": {"base_optimizer": optax.sgd(0.1)},
     "reduce_on_plateau": {},
     "split_real_and_imaginary": {"inner": optax.adam(0.1)},
-    "dpsgd": {"l2_norm_clip": 1.0, "noise_multiplier": 0.1, "seed": 0},
     "differentially_private_aggregate": {"l2_norm_clip": 1.0, "noise_multiplier": 0.1, "key": 0},
 }
 REFUSED = {
     "lbfgs",
     "sophia",
     "hutchinson_estimator_diag_hessian",
-    "dpsgd",
     "differentially_private_aggregate",
     "lookahead",
 }
