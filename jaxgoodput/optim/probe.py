@@ -145,13 +145,13 @@ def step_sizes(tx: optax.GradientTransformation, params: PyTree) -> np.ndarray:
     >>> groups = {"sgd": optax.sgd(0.1, momentum=0.5), "adam": optax.adam(0.01), "lion": optax.lion(0.2)}
     >>> tx = optax.multi_transform(groups, {"a": "sgd", "b": "adam", "c": "lion"})
     >>> step_sizes(tx, dict(a=jnp.zeros(3), b=jnp.zeros(3), c=jnp.zeros(3))).round(4)
-    array([0.2 , 0.01, 0.2 ], dtype=float32)
+    array([0.2 , 0.01, 0.2 ])
     """
     tx, start = optax.with_extra_args_support(tx), small(params, 0.1)
     num_leaves = len(jax.tree.leaves(start))
     covered = np.array([x is not None for x in covers(jax.eval_shape(tx.init, start), start)])
     by_size = ~covered & (normalises(tx, params) == 1)
-    entry = jnp.asarray(_entry(NORM, num_leaves))
+    entry = _entry(NORM, num_leaves)
 
     def settled(sign: Array) -> tuple[Array, Array]:
         def one(state: PyTree, _: None) -> tuple[PyTree, Array]:
@@ -171,7 +171,7 @@ def step_sizes(tx: optax.GradientTransformation, params: PyTree) -> np.ndarray:
 
     nothing = (jnp.zeros(num_leaves), jnp.ones(num_leaves))
     moved, divisors = jax.device_get(_probed("step sizes", both, nothing))
-    return moved / entry * np.where(by_size, entry, divisors)
+    return np.asarray(moved, np.float64) / entry * np.where(by_size, entry, divisors)
 
 
 def averages_parameters(tx: optax.GradientTransformation, params: PyTree) -> bool:

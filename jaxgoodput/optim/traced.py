@@ -310,8 +310,13 @@ def _refusal(state: PyTree, error: Exception) -> str:
             "optax.contrib.differentially_private_aggregate needs one gradient per sample, and gets their "
             "mean. Leave that link out"
         )
-    else:
+    elif any(words in str(error) for words in ("missing", "must be provided")):
         advice = "A line search (lbfgs) or a Hessian (sophia) is not supported: leave that link out"
+    else:
+        return (
+            f"optimizer() cannot make an update from gradients, parameters and the loss: {said}. It must "
+            "work in a loop of optax's own: updates, state = tx.update(grads, tx.init(params), params)."
+        )
     return (
         "optimizer() has a link that asks for more than gradients, parameters and the loss: "
         f"{said}. {advice}."

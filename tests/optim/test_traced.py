@@ -309,3 +309,14 @@ def test_what_needs_more_is_refused_by_a_sentence(tx, advice):
     with pytest.raises(UnsupportedOptimizer, match=advice) as refusal:
         traced_update(tx, PARAMS)
     assert "asks for more than gradients, parameters and the loss" in str(refusal.value)
+
+
+def test_an_error_of_an_optimizers_own_is_quoted():
+    def update(updates, state, params=None):
+        raise RuntimeError("never on a Monday")
+
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    with pytest.raises(
+        UnsupportedOptimizer, match=r"cannot make an update .*never on a Monday.*tx\.update"
+    ):
+        traced_update(tx, PARAMS)
