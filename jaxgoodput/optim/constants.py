@@ -4,7 +4,7 @@ An optimizer is a closure: nothing in it says which leaves it never moves, or wh
 every update. Trying it on some gradients would only say what happened for these. Its trace says it for all.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,11 +18,40 @@ _SHAPE_ONLY = frozenset(
     "broadcast_in_dim reshape transpose squeeze expand_dims slice rev copy copy_p device_put reduce_max "
     "reduce_min reduce_and reduce_or sharding_constraint reduce_precision".split()
 )
-_ELEMENTWISE = frozenset(
-    "add sub mul div rem neg sign abs max min pow integer_pow square sqrt rsqrt cbrt exp exp2 log log1p "
-    "expm1 sin cos tanh floor ceil round clamp eq ne lt le gt ge and or xor not is_finite "
-    "convert_element_type add_any stop_gradient".split()
-)
+_ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
+    "add": np.add,
+    "add_any": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": lambda x, y: x / y if np.issubdtype(x.dtype, np.inexact) else np.fix(x / y),
+    "rem": np.fmod,
+    "neg": np.negative,
+    "sign": np.sign,
+    "abs": np.abs,
+    "max": np.maximum,
+    "min": np.minimum,
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "pow": np.float_power,
+    "integer_pow": np.float_power,
+    "square": np.square,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "exp": np.exp,
+    "log": np.log,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "cos": np.cos,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "not": np.invert,
+    "convert_element_type": np.asarray,
+}
 _ZERO_IF_ANY = frozenset("mul and dot_general conv_general_dilated".split())
 _ZERO_IF_FIRST = frozenset(
     "div rem reduce_sum cumsum cumprod cummax cummin reduce_prod sort dynamic_slice real imag".split()
@@ -44,69 +73,63 @@ def constant_outputs(traced: ClosedJaxpr, known: Mapping[int, Any]) -> list[Valu
     arguments: list[Value] = [None] * len(traced.jaxpr.invars)
     for place, value in known.items():
         arguments[place] = np.asarray(value, traced.in_avals[place].dtype)
-    with jax.ensure_compile_time_eval():
-        return _Folder().outputs(traced, arguments)
+    with np.errstate(all="ignore"):
+        return _outputs(traced, arguments)
 
 
-class _Folder:
-    """Follows constants through a trace."""
+def _outputs(function: ClosedJaxpr | Jaxpr, arguments: Sequence[Value]) -> list[Value]:
+    """Return what is known of the outputs of a function."""
+    is_closed = isinstance(function, ClosedJaxpr)
+    jaxpr, consts = (function.jaxpr, function.consts) if is_closed else (function, ())
+    known: dict[Any, Value] = dict(zip(jaxpr.constvars, map(_uniform, consts), strict=True))
+    known.update(zip(jaxpr.invars, arguments, strict=True))
 
-    def __init__(self) -> None:
-        self._folded: dict[Any, np.ndarray] = {}  # an optimizer does the same to every leaf
+    def read(x: Any) -> Value:
+        return _uniform(x.val) if isinstance(x, Literal) else known.get(x)
 
-    def outputs(self, function: ClosedJaxpr | Jaxpr, arguments: Sequence[Value]) -> list[Value]:
-        """Return what is known of the outputs of a function."""
-        is_closed = isinstance(function, ClosedJaxpr)
-        jaxpr, consts = (function.jaxpr, function.consts) if is_closed else (function, ())
-        known: dict[Any, Value] = dict(zip(jaxpr.constvars, map(_uniform, consts), strict=True))
-        known.update(zip(jaxpr.invars, arguments, strict=True))
+    for one in jaxpr.eqns:
+        found = _results(one, [read(x) for x in one.invars])
+        known.update(zip(one.outvars, found, strict=True))
+    return [read(x) for x in jaxpr.outvars]
 
-        def read(x: Any) -> Value:
-            return _uniform(x.val) if isinstance(x, Literal) else known.get(x)
 
-        for one in jaxpr.eqns:
-            found = self._results(one, [read(x) for x in one.invars])
-            known.update(zip(one.outvars, found, strict=True))
-        return [read(x) for x in jaxpr.outvars]
+def _results(one: Any, inputs: list[Value]) -> list[Value]:
+    """Return what is known of the results of one equation."""
+    name = one.primitive.name
+    if name == "is_finite":
+        return [np.asarray(True)]
+    if name == "cond":
+        chosen = _chosen(inputs[0], one.params["branches"])
+        return _common([_outputs(branch, inputs[1:]) for branch in chosen])
+    if name == "select_n":
+        return _common([[case] for case in _chosen(inputs[0], inputs[1:])])
+    if name == "optimization_barrier":
+        return list(inputs)
+    inner = None if name in _LOOPS else _body(one)
+    if inner is not None:
+        return _outputs(inner, inputs)
+    if len(one.outvars) != 1:
+        return [None] * len(one.outvars)
+    return [_result(one, name, inputs)]
 
-    def _results(self, one: Any, inputs: list[Value]) -> list[Value]:
-        name = one.primitive.name
-        if name == "is_finite":
-            return [np.asarray(True)]
-        if name == "cond":
-            chosen = _chosen(inputs[0], one.params["branches"])
-            return _common([self.outputs(branch, inputs[1:]) for branch in chosen])
-        if name == "select_n":
-            return _common([[case] for case in _chosen(inputs[0], inputs[1:])])
-        if name == "optimization_barrier":
-            return list(inputs)
-        inner = None if name in _LOOPS else _body(one)
-        if inner is not None:
-            return self.outputs(inner, inputs)
-        if len(one.outvars) != 1:
-            return [None] * len(one.outvars)
-        return [self._result(one, name, inputs)]
 
-    def _result(self, one: Any, name: str, inputs: list[Value]) -> Value:
-        dtype = one.outvars[0].aval.dtype
-        zeros = [x is not None and not x for x in inputs]
-        if (name in _ZERO_IF_ANY and any(zeros)) or (name in _ZERO_IF_FIRST and zeros[0]):
-            return np.zeros((), dtype)
-        if name == "or" and dtype == np.bool_ and any(x is not None and bool(x) for x in inputs):
-            return np.asarray(True)
-        if not inputs or any(x is None for x in inputs):
-            return None
-        if name in _SHAPE_ONLY:
-            return inputs[0]
-        if name == "concatenate":
-            return _common([[x] for x in inputs])[0]
-        return self._fold(one, inputs) if name in _ELEMENTWISE else None
-
-    def _fold(self, one: Any, inputs: list[Any]) -> Value:
-        key = (one.primitive, str(one.params), *((x.dtype, x.item()) for x in inputs))
-        if key not in self._folded:
-            self._folded[key] = np.asarray(one.primitive.bind(*inputs, **one.params))
-        return self._folded[key]
+def _result(one: Any, name: str, inputs: list[Value]) -> Value:
+    dtype = one.outvars[0].aval.dtype
+    zeros = [x is not None and not x for x in inputs]
+    if (name in _ZERO_IF_ANY and any(zeros)) or (name in _ZERO_IF_FIRST and zeros[0]):
+        return np.zeros((), dtype)
+    if name == "or" and dtype == np.bool_ and any(x is not None and bool(x) for x in inputs):
+        return np.asarray(True)
+    if not inputs or any(x is None for x in inputs):
+        return None
+    if name in _SHAPE_ONLY:
+        return inputs[0]
+    if name == "concatenate":
+        return _common([[x] for x in inputs])[0]
+    if name not in _ELEMENTWISE:
+        return None
+    powers = [one.params["y"]] if name == "integer_pow" else []
+    return np.asarray(_ELEMENTWISE[name](*inputs, *powers)).astype(dtype)
 
 
 def _chosen(index: Value, cases: Sequence[Any]) -> Sequence[Any]:

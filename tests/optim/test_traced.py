@@ -67,7 +67,7 @@ WRAPPERS = {
     "clipped": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
     "finite": lambda tx: optax.apply_if_finite(tx, 3),
     "named": lambda tx: optax.named_chain(("first", optax.identity()), ("second", tx)),
-    "steps": lambda tx: optax.MultiSteps(tx, 3),
+    "steps": lambda tx: optax.MultiSteps(tx, 3).gradient_transformation(),
     "injected": lambda tx: optax.inject_hyperparams(
         lambda step: optax.chain(tx, optax.scale(step))
     )(step=1.0),

@@ -76,6 +76,7 @@ KINDS = {
 DECAYS = {"adam": 0.999, "adamw": 0.9, "adagrad": 1.0}
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(chosen=st.tuples(*[st.sampled_from(sorted(KINDS))] * 3))
 def test_each_leaf_has_the_rule_and_the_constants_of_its_own_optimizer(chosen):
@@ -204,8 +205,10 @@ def bare(treatment):
 
 WRAPPERS = {
     "plain": lambda tx: tx,
-    "MultiSteps": lambda tx: optax.MultiSteps(tx, 3),
-    "MultiSteps, growing": lambda tx: optax.MultiSteps(tx, lambda step: 1 + step),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 3).gradient_transformation(),
+    "MultiSteps, growing": lambda tx: optax.MultiSteps(
+        tx, lambda step: 1 + step
+    ).gradient_transformation(),
     "apply_every": lambda tx: optax.chain(tx, optax.apply_every(3)),
     "conditionally_mask": lambda tx: optax.conditionally_mask(tx, lambda step: step % 2 == 0),
     "conditionally_transform": lambda tx: optax.conditionally_transform(tx, lambda step: step > 3),
@@ -264,11 +267,12 @@ def test_a_larger_batch_calls_schedules_with_progress_and_other_counts_with_upda
     tx = groups(optax.sgd(schedule), optax.set_to_zero(), optax.adam(0.1))
     ours = wrapped(tx, treatment_of(tx, PARAMS), max_gain_growth=1e9)
     state = with_noise_held(ours.init(PARAMS), GradGroups(sqr=np.ones(2), var=np.full(2, 1e9)))
+    update = jax.jit(lambda g, s: ours.update(g, s, PARAMS, global_batch_size=8 * BASE)[1])
     calls.clear()
     for turn in range(4):
-        _, state = ours.update(gradients(turn), state, PARAMS, global_batch_size=8 * BASE)
+        state = update(gradients(turn), state)
     jax.effects_barrier()
-    assert calls == [0, 7, 15, 23] or calls == [0, 8, 16, 24]
+    assert calls in ([0, 7, 15, 23], [0, 8, 16, 24])  # a factor of 8, but for rounding
     assert int(state.inner.inner_states["z"].inner_state[0].count) == 4
 
 

@@ -94,6 +94,8 @@ def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None 
             f"optimizer() must return an optax.GradientTransformation; got {type(tx).__name__}. "
             "Write `return optax.adam(1e-3)`, or another one of optax."
         )
+    if not isinstance(tx, optax.GradientTransformation):  # such as optax.MultiSteps
+        tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
     params = _abstract_params(task)
     mask = task.trainable(params)
     kept = _trained(params, mask)
