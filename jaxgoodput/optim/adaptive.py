@@ -25,8 +25,8 @@ update by the gain, and there are fewer updates by the gain, so in the long run 
 
 Progress grows by what the batch is worth in base batches (`GradGroups`), whatever the rule, reduced by the
 share that `max_gain_growth` holds back. Before every update, schedules in `tx` are set to floor(progress).
-`traced.clocks_of` finds their counts: those of `scale_by_schedule`, `inject_hyperparams`, scheduled weight
-decay, and of a user's own schedules. Counts that belong to the updates themselves, as in Adam's bias
+`traced.clocks_of` finds their counts in `scale_by_schedule`, `inject_hyperparams`, scheduled weight decay,
+and a user's own schedules. Counts that belong to the updates themselves, as in Adam's bias
 correction, are left alone, and so are schedules that a wrapper advances in some updates only (`MultiSteps`).
 
 Groups of parameters may have different optimizers: `LeafRules` gives each leaf its own rule. All rules get
@@ -404,6 +404,13 @@ class _Adaptive:
         factors = jnp.minimum(wanted, jnp.maximum(own.gain, 1) * self.max_gain_growth)
         held_back = jnp.mean(jnp.where(wanted > 0, factors / wanted, 1))
         progressed = worth * held_back
+        second_moment, moment_weight = self._moments_after(own, parts, gains, worth, held_back)
+        return factors, progressed, second_moment, moment_weight
+
+    def _moments_after(
+        self, own: Adaptation, parts: list["_Part"], gains: Any, worth: Array, held_back: Array
+    ) -> tuple[Array, Array]:
+        """Return `Adaptation.second_moment` and `moment_weight` after an update."""
         moments, weights = [], []
         for i, (part, decay) in enumerate(zip(parts, self.rule.second_moment_decays, strict=True)):
             moment, weight = own.second_moment[part.where], own.moment_weight[i]
@@ -412,13 +419,13 @@ class _Adaptive:
                 summed = own.progress * moment + 1 / own_gains
                 moment = summed / (own.progress + own_gains * held_back)
             elif decay is not None:
-                kept = decay ** (progressed if self.long_averages else 1.0)
+                kept = decay ** (worth * held_back if self.long_averages else 1.0)
                 new = 1 - kept
                 weight = kept * weight + new
                 moment += new / weight * (1 / own_gains - moment)
             moments.append(moment)
             weights.append(weight)
-        return factors, progressed, jnp.concatenate(moments), jnp.stack(weights)
+        return jnp.concatenate(moments), jnp.stack(weights)
 
 
 @dataclass(frozen=True)
@@ -435,7 +442,7 @@ class _Part:
         return cls(slice(start, start + len(places)), tuple(kinds[i][1] for i in places))
 
     def labels_of(self, by_label: Array) -> Array:
-        """Return the values of this rule's labels, from those of all labels."""
+        """Return the values of this rule's labels, from the values of all labels."""
         if self.labels == tuple(range(len(by_label))):
             return by_label
         return by_label[jnp.array(self.labels, jnp.int32)]

@@ -115,21 +115,37 @@ def _results(one: Any, inputs: list[Value]) -> list[Value]:
 
 def _result(one: Any, name: str, inputs: list[Value]) -> Value:
     dtype = one.outvars[0].aval.dtype
-    zeros = [x is not None and not x for x in inputs]
-    if (name in _ZERO_IF_ANY and any(zeros)) or (name in _ZERO_IF_FIRST and zeros[0]):
+    if _is_zero(name, inputs):
         return np.zeros((), dtype)
-    if name == "or" and dtype == np.bool_ and any(x is not None and bool(x) for x in inputs):
+    if _is_true(name, inputs):
         return np.asarray(True)
-    if not inputs or any(x is None for x in inputs):
+    values = [x for x in inputs if x is not None]
+    if not values or len(values) < len(inputs):
         return None
     if name in _SHAPE_ONLY:
-        return inputs[0]
+        return values[0]
     if name == "concatenate":
-        return _common([[x] for x in inputs])[0]
+        return _common([[x] for x in values])[0]
+    return _folded(one, name, values)
+
+
+def _folded(one: Any, name: str, values: list[Any]) -> Value:
+    dtype = one.outvars[0].aval.dtype
     if name not in _ELEMENTWISE:
         return None
     powers = [one.params["y"]] if name == "integer_pow" else []
-    return np.asarray(_ELEMENTWISE[name](*inputs, *powers)).astype(dtype)
+    return np.asarray(_ELEMENTWISE[name](*values, *powers)).astype(dtype)
+
+
+def _is_true(name: str, inputs: list[Value]) -> bool:
+    """Return whether a disjunction is true because some input is."""
+    return name == "or" and any(x is not None and x.dtype == np.bool_ and bool(x) for x in inputs)
+
+
+def _is_zero(name: str, inputs: list[Value]) -> bool:
+    """Return whether a result is 0 because some input is."""
+    zeros = [x is not None and not x for x in inputs]
+    return (name in _ZERO_IF_ANY and any(zeros)) or (name in _ZERO_IF_FIRST and zeros[0])
 
 
 def _chosen(index: Value, cases: Sequence[Any]) -> Sequence[Any]:

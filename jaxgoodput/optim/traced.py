@@ -1,7 +1,7 @@
 """Traces an optimizer's update once, before training: its arguments, the leaves it moves, and its schedules.
 
-A schedule is called with a count in the optimizer's state. Those of optax are known by type. In a user's own
-state, a lone count is one if updates follow a smooth function of it (`_acts_as_schedule`).
+A schedule is called with a count in the optimizer's state. optax's schedules are known by type. In a user's
+own state, a lone count is one if updates follow a smooth function of it (`_acts_as_schedule`).
 """
 
 from collections.abc import Callable
@@ -43,13 +43,13 @@ class TracedUpdate:
     """An optimizer's update as JAX sees it, for parameters of given shapes."""
 
     tx: optax.GradientTransformationExtraArgs
-    """The optimizer; of the arguments that it is called with, it gets those that it accepts."""
+    """The optimizer, which may be called with any argument, and gets the ones that it accepts."""
     params: PyTree
     """Abstract parameters."""
     state: PyTree
     """Abstract state."""
     jaxpr: ClosedJaxpr
-    """From gradients, state, parameters (and the loss) to updates and state."""
+    """The update, with inputs gradients, state, parameters and loss, and outputs updates and state."""
 
     @property
     def num_leaves(self) -> int:

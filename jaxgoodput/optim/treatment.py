@@ -56,7 +56,7 @@ class Treatment:
     is_adam_like: bool
     """Whether it divides by a root of squares, as the norms of its noise then are, too."""
     rule: LeafRules
-    """Learning-rate rules, the user's or those that suit the optimizer."""
+    """Learning-rate rules, the user's own, or rules that suit the optimizer."""
     moments: tuple[MomentConstants, ...]
     """Constants of each leaf's second moment."""
     long_averages: Decays
@@ -118,15 +118,9 @@ class _Probed:
 
     @classmethod
     def of(cls, traced: TracedUpdate, clocks: Clocks, moves: np.ndarray) -> "_Probed":
+        """Probe the optimizer; `moves` says which leaves an update may change."""
         params, state = traced.params, traced.state
-        for count in _COUNTS:
-            tx = at_count(traced.tx, clocks, count)
-            grows = normalises(tx, params)
-            if not np.isnan(grows[moves]).any() or not clocks.steady:
-                break
-        else:  # no count moves all: go by the first, which most schedules are made for
-            tx = at_count(traced.tx, clocks, _COUNTS[0])
-            grows = normalises(tx, params)
+        tx, grows = _held_where_all_move(traced, clocks, moves)
         divides = np.array([x is not None for x in covers(state, params)]) & moves
         moments = (MomentConstants(),) * len(moves)
         if divides.any():
@@ -158,41 +152,59 @@ class _Probed:
         return np.max([step_sizes(tx, self.params) for tx in at_counts], axis=0)
 
 
+def _held_where_all_move(
+    traced: TracedUpdate, clocks: Clocks, moves: np.ndarray
+) -> tuple[optax.GradientTransformation, np.ndarray]:
+    """Return the optimizer with schedules held at a count at which all leaves move, and `normalises` there.
+
+    If there is no such count, it is the first that is tried, because most schedules begin there.
+    """
+    found = None
+    for count in _COUNTS if clocks.steady else _COUNTS[:1]:
+        tx = at_count(traced.tx, clocks, count)
+        grows = normalises(tx, traced.params)
+        found = found or (tx, grows)
+        if not np.isnan(grows[moves]).any():
+            return tx, grows
+    assert found is not None
+    return found
+
+
 def _leaf_rules(probed: _Probed, rule: Rule | None, preconditioned: bool) -> LeafRules:
     """Return the rule of each leaf, the user's `rule` or one that suits it."""
-    num_leaves = len(probed.moves)
-    chosen: list[Rule] = [rule or rules.adascale] * num_leaves
-    if rule is None:
-        for i in range(num_leaves):
-            if probed.normalises[i]:
-                chosen[i] = rules.adam_scale
-        # Divided by what keeps up with the gradient, or by what holds only a part of the noise.
-        others = [
-            i
-            for i in range(num_leaves)
-            if probed.moves[i] and probed.normalises[i] and probed.decays[i] is None
-        ]
-        for i, own in _rules_by_noise(probed, others).items():
-            chosen[i] = own
+    num_leaves, moving = len(probed.moves), np.flatnonzero(probed.moves).tolist()
+    chosen = _suitable_rules(probed) if rule is None else [rule] * num_leaves
     kinds: dict[tuple[Rule, float | None], int] = {}
     rule_of_leaf = [0] * num_leaves
-    for i in np.flatnonzero(probed.moves):
+    for i in moving:
         decay = probed.decays[i] if chosen[i] is rules.adam_scale else None
         rule_of_leaf[i] = kinds.setdefault((chosen[i], decay), len(kinds))
     is_divided = probed.divides & preconditioned
     by_size = probed.normalises & ~is_divided
     # Norms are measured in the coordinates of each leaf's own division. If these differ, norms are converted.
-    units = {(bool(is_divided[i]), bool(by_size[i])) for i in np.flatnonzero(probed.moves)}
-    in_units = len(units) > 1
-    sizes = probed.step_sizes() if in_units else np.ones(num_leaves)
-    largest = sizes[probed.moves].max()
+    sizes: tuple[float, ...] = ()
+    if len({(bool(is_divided[i]), bool(by_size[i])) for i in moving}) > 1:
+        found = probed.step_sizes()
+        largest = found[probed.moves].max()
+        sizes = tuple(map(float, found / largest)) if largest > 0 else ()
     return LeafRules(
         rules=tuple(one for one, _ in kinds),
         second_moment_decays=tuple(decay for _, decay in kinds),
         rule_of_leaf=tuple(rule_of_leaf),
-        step_sizes=tuple(map(float, sizes / largest)) if in_units and largest > 0 else (),
+        step_sizes=sizes,
         by_size=tuple(map(bool, by_size)),
     )
+
+
+def _suitable_rules(probed: _Probed) -> list[Rule]:
+    """Return the rule that suits each leaf."""
+    chosen: list[Rule] = [rules.adam_scale if x else rules.adascale for x in probed.normalises]
+    # Divided by what keeps up with the gradient, or by what holds only a part of the noise.
+    divided = np.flatnonzero(probed.moves & probed.normalises).tolist()
+    others = [i for i in divided if probed.decays[i] is None]
+    for i, own in _rules_by_noise(probed, others).items():
+        chosen[i] = own
+    return chosen
 
 
 def _rules_by_noise(probed: _Probed, leaves: Sequence[int]) -> dict[int, Rule]:
