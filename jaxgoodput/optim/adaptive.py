@@ -51,7 +51,13 @@ from jaxgoodput.optim import memory
 from jaxgoodput.optim import noise as noises
 from jaxgoodput.optim.learning_rate import LeafRules, Rule, adascale
 from jaxgoodput.optim.noise import Labels, NoiseSample, NoiseState
-from jaxgoodput.optim.traced import Clocks, clocks_of, traced_update, with_counts_at
+from jaxgoodput.optim.traced import (
+    Clocks,
+    UnsupportedOptimizer,
+    clocks_of,
+    traced_update,
+    with_counts_at,
+)
 
 Number = TypeVar("Number")
 # The argument that schedules are called with: see `adaptive`.
@@ -246,7 +252,7 @@ class _Adaptive:
             "progress": (own.progress, own.progress_rest),
             "samples": (own.base_batches, own.base_batches_rest),
         }
-        paths = self._clocks_in(updates, params).steady
+        paths = self._clocks_in(updates, params, extra).steady
         before = with_counts_at(state.inner, paths, _whole(*clocks[self.schedules]))
         scaled, inner = self.tx.update(updates, before, params, **extra)
         scaled = jax.tree.map(lambda u, i: (factors[i] * u).astype(u.dtype), scaled, factor_of_leaf)
@@ -346,7 +352,7 @@ class _Adaptive:
             noise, small_sqr=weight * noise.small_sqr, large_sqr=weight * noise.large_sqr
         )
 
-    def _clocks_in(self, updates: PyTree, params: PyTree | None) -> Clocks:
+    def _clocks_in(self, updates: PyTree, params: PyTree | None, extra: dict[str, Any]) -> Clocks:
         """Return the schedules of `tx`; found once for each structure of the parameters."""
         if self.clocks is not None:
             return self.clocks
@@ -354,7 +360,11 @@ class _Adaptive:
         leaves, structure = jax.tree.flatten(like)
         key = (structure, *((x.shape, x.dtype) for x in leaves))
         if key not in self.found_clocks:
-            self.found_clocks[key] = clocks_of(traced_update(self.tx, like))
+            try:
+                traced = traced_update(self.tx, like)
+            except UnsupportedOptimizer:  # it needs what this call gives
+                traced = traced_update(_given(self.tx, extra), like)
+            self.found_clocks[key] = clocks_of(traced)
         return self.found_clocks[key]
 
     def _factors_of(self, params: PyTree) -> tuple[list[tuple[int, int]], PyTree]:
@@ -426,6 +436,17 @@ class _Adaptive:
             moments.append(moment)
             weights.append(weight)
         return jnp.concatenate(moments), jnp.stack(weights)
+
+
+def _given(
+    tx: optax.GradientTransformationExtraArgs, extra: dict[str, Any]
+) -> optax.GradientTransformationExtraArgs:
+    """Return `tx` with arguments that its update always gets."""
+
+    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
+        return tx.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ _ZERO_IF_ANY = frozenset("mul and dot_general conv_general_dilated".split())
 _ZERO_IF_FIRST = frozenset(
     "div rem reduce_sum cumsum cumprod cummax cummin reduce_prod sort dynamic_slice real imag".split()
 )
+_CONCRETE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 _LOOPS = frozenset("scan while".split())  # their bodies run more than once
 
 
@@ -178,7 +179,7 @@ def _body(one: Any) -> ClosedJaxpr | Jaxpr | None:
 
 def _uniform(x: Any) -> Value:
     """Return the value that all elements of an array share; None if they differ."""
-    if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, _CONCRETE):
         return None
     if jax.dtypes.issubdtype(getattr(x, "dtype", np.dtype(float)), jax.dtypes.extended):
         return None  # a random key

@@ -257,6 +257,24 @@ def test_at_the_base_batch_any_wrapper_does_what_it_does_in_a_plain_loop(wrapper
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6), own_params, params)
 
 
+def test_a_loop_of_the_users_own_may_pass_what_training_cannot():
+    """A line search, whose value function comes with every call."""
+
+    def value(params):
+        return sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+
+    tx = adaptive(optax.lbfgs(), rules.none, base_batch_size=BASE)
+
+    @jax.jit
+    def update(params, state):
+        loss, grad = jax.value_and_grad(value)(params)
+        given = {"value": loss, "grad": grad, "value_fn": value}
+        updates, state = tx.update(grad, state, params, global_batch_size=BASE, **given)
+        return optax.apply_updates(params, updates)
+
+    assert value(update(PARAMS, tx.init(PARAMS))) < value(PARAMS)
+
+
 def test_a_larger_batch_calls_schedules_with_progress_and_other_counts_with_updates():
     calls = []
 
