@@ -40,7 +40,7 @@ def run(checkout: pathlib.Path, *arguments: str) -> str:
 
 def step(row: str, checkout: pathlib.Path) -> Mapping[str, float]:
     """Time of each kind of step over that of the hand-written loop."""
-    script = ["benchmarks/step_overhead.py", f"--only={row}", "--worker", "--rounds=2"]
+    script = ["benchmarks/step_overhead.py", f"--only={row}", "--worker", "--rounds=1"]
     rounds = json.loads(run(checkout, *script).splitlines()[-1])["rounds"]
     parts = {"fit": "fit", "plain": "plain step", "statistics": "step with statistics"}
     return {
@@ -85,11 +85,10 @@ def start(checkout: pathlib.Path) -> Mapping[str, float]:
     return found
 
 
-MEASURES: Mapping[str, tuple[Callable[[pathlib.Path], Mapping[str, float]], ...]] = {
-    "step": tuple(partial(step, row) for row in ("cnn:1", "byte LM:1", "mlp:1", "cnn:8")),
-    "decision": (decision,),
-    "move": (move,),
-    "start": (start,),
+MEASURES: Mapping[str, Callable[[pathlib.Path], Mapping[str, float]]] = {
+    "decision": decision,
+    "move": move,
+    "start": start,
 }
 
 
@@ -99,11 +98,17 @@ def main() -> None:
     parser.add_argument(
         "--before", type=pathlib.Path, required=True, help="the checkout to compare with"
     )
-    parser.add_argument("--only", default=",".join(MEASURES), help=f"some of {', '.join(MEASURES)}")
+    names = ["step", *MEASURES]
+    parser.add_argument("--only", default=",".join(names), help=f"some of {', '.join(names)}")
     parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument(
+        "--steps", default="cnn:1,mlp:1", help="rows of benchmarks/step_overhead.py to measure"
+    )
     options = parser.parse_args()
     print("| what | before | after | after / before: median (quartiles) |\n|---|---|---|---|")
-    for measure in (each for name in options.only.split(",") for each in MEASURES[name]):
+    of_steps = [partial(step, row) for row in options.steps.split(",")]
+    chosen = [of_steps if name == "step" else [MEASURES[name]] for name in options.only.split(",")]
+    for measure in (each for measures in chosen for each in measures):
         pairs: list[dict[pathlib.Path, Mapping[str, float]]] = []
         for number in range(options.pairs):
             checkouts = [options.before.resolve(), HERE]

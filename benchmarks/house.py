@@ -146,6 +146,24 @@ def count(folder: pathlib.Path) -> Found:
     return found
 
 
+def exceeded(found: Found) -> list[str]:
+    """Names of the counts that are beyond their limits, as keys of `Found.places`."""
+    counts, words = found.counts, max(found.counts["words"], 1)
+    limits = {
+        "classes too large": 0,
+        "long": 0,
+        "complex": 0.030 * counts["functions"],
+        "names of several classes": 0,
+        "participles": 0,
+        "asks the kind of run": 15,
+        "begins with a preposition": 20,
+        "where": 0.003 * words,
+        "those of": 0.0003 * words,
+        "nobody": 0,
+    }
+    return [what for what, most in limits.items() if counts[what] > most]
+
+
 def _count_words(found: Found, where: str, prose: list[str]) -> None:
     for text in prose:
         plain = re.sub(r"``[^`]*``|`[^`]*`", " ", text)

@@ -11,6 +11,7 @@ import os
 import runpy
 import subprocess
 import sys
+import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -99,7 +100,9 @@ def trainer_of(script: str, arguments: Sequence[str]) -> Any:
         runpy.run_path(script, run_name="__main__")
     except _FitReached as reached:
         return reached.trainer
-    except (OSError, SyntaxError) as error:
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        if any(frame.filename == script for frame in traceback.extract_tb(error.__traceback__)):
+            raise  # the script ran, so the error is its own
         raise UsageError(f"{script} cannot be run: {error}.") from error
     except SystemExit as ended:
         why = f"ended with {ended.code!r}"
