@@ -7,7 +7,7 @@ held at one count (`traced.at_count`), because a warm-up begins at zero.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
@@ -19,7 +19,7 @@ from jaxtyping import Array, PyTree
 
 from jaxgoodput.optim.memory import Decays, averages, decays_of
 from jaxgoodput.optim.preconditioner import MomentConstants, covers, preconditioner, second_moments
-from jaxgoodput.optim.traced import small
+from jaxgoodput.optim.traced import NO_CLOCKS, Clocks, at_count, small
 
 T = TypeVar("T")
 
@@ -134,31 +134,46 @@ def lags(tx: optax.GradientTransformation, params: PyTree) -> np.ndarray:
     return np.abs(ratios - 2) < 0.1
 
 
-def step_sizes(tx: optax.GradientTransformation, params: PyTree) -> np.ndarray:
+def step_sizes(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    *,
+    by_size: np.ndarray | None = None,
+    moments: Sequence[MomentConstants] | None = None,
+    clocks: Clocks = NO_CLOCKS,
+    counts: tuple[int, ...] = (1,),
+) -> np.ndarray:
     """Return the step size of each leaf: the update's size over the gradient's, times what divides it.
 
-    The divisor is the preconditioner of Adam and its kin. For a leaf that it does not cover, but whose update
-    does not grow with the gradient, it is the gradient's size, so that the step size is the update's.
-    Momentum counts at its full strength, and weight decay does not. 0 if the leaf did not move. `params` may
-    be abstract.
+    The divisor is the preconditioner of Adam and its kin, with the constants `moments`. For leaves in
+    `by_size` it is the gradient's size, so that the step size is the update's. By default, these are leaves
+    that the preconditioner does not cover, and whose updates do not grow with the gradient. Both are probed
+    if None.
+    Momentum counts at its full strength, and weight decay does not. 0 if the leaf did not move. The result
+    is the largest over `counts`, at which schedules are held. `params` may be abstract.
 
     >>> groups = {"sgd": optax.sgd(0.1, momentum=0.5), "adam": optax.adam(0.01), "lion": optax.lion(0.2)}
     >>> tx = optax.multi_transform(groups, {"a": "sgd", "b": "adam", "c": "lion"})
     >>> step_sizes(tx, dict(a=jnp.zeros(3), b=jnp.zeros(3), c=jnp.zeros(3))).round(4)
     array([0.2 , 0.01, 0.2 ])
     """
-    tx, start = optax.with_extra_args_support(tx), small(params, 0.1)
+    asked, start = optax.with_extra_args_support(tx), small(params, 0.1)
     num_leaves = len(jax.tree.leaves(start))
-    covered = np.array([x is not None for x in covers(jax.eval_shape(tx.init, start), start)])
-    by_size = ~covered & (normalises(tx, params) == 1)
+    if by_size is None:
+        covered = np.array([x is not None for x in covers(jax.eval_shape(tx.init, start), start)])
+        by_size = ~covered & (normalises(tx, params) == 1)
+    if moments is None:
+        moments = moment_constants(tx, params)
     entry = _entry(NORM, num_leaves)
 
-    def settled(sign: Array) -> tuple[Array, Array]:
+    def settled(sign: Array, count: Array) -> tuple[Array, Array]:
+        tx = at_count(asked, clocks, count)
+
         def one(state: PyTree, _: None) -> tuple[PyTree, Array]:
             return _updated(tx, start, state, sign * entry)
 
         state, moved = jax.lax.scan(one, tx.init(start), length=NUM_ALTERNATING)
-        scale = preconditioner(state, start)
+        scale = preconditioner(state, start, by_leaf=moments)
         divisors = jnp.ones(num_leaves)
         if scale is not None:
             divisors = jnp.stack([jnp.mean(x) for x in jax.tree.leaves(scale)])
@@ -166,12 +181,15 @@ def step_sizes(tx: optax.GradientTransformation, params: PyTree) -> np.ndarray:
 
     @jax.jit
     def both() -> tuple[Array, Array]:
-        moved, divisors = jax.vmap(settled)(jnp.array([1.0, -1.0]))
+        over_counts = jax.vmap(settled, (None, 0))
+        each = jnp.array(counts, jnp.int32)
+        moved, divisors = jax.vmap(over_counts, (0, None))(jnp.array([1.0, -1.0]), each)
         return jnp.abs(moved[0] - moved[1]) / 2, divisors[0]
 
-    nothing = (jnp.zeros(num_leaves), jnp.ones(num_leaves))
+    nothing = (jnp.zeros((1, num_leaves)), jnp.ones((1, num_leaves)))
     moved, divisors = jax.device_get(_probed("step sizes", both, nothing))
-    return np.asarray(moved, np.float64) / entry * np.where(by_size, entry, divisors)
+    sizes = np.asarray(moved, np.float64) / entry * np.where(by_size, entry, divisors)
+    return sizes.max(axis=0)
 
 
 def averages_parameters(tx: optax.GradientTransformation, params: PyTree) -> bool:

@@ -93,6 +93,9 @@ class Clocks:
     """Counts that something else in the state may hold, such as a wrapper that skips updates."""
 
 
+NO_CLOCKS = Clocks(steady=frozenset(), held=())
+
+
 def traced_update(tx: optax.GradientTransformation, params: PyTree) -> TracedUpdate:
     """Trace an update of `tx`; `params` may be abstract.
 
@@ -164,7 +167,7 @@ def with_counts_at(state: PyTree, paths: frozenset[str], count: Array) -> PyTree
 
 
 def at_count(
-    tx: optax.GradientTransformation, clocks: Clocks, count: int
+    tx: optax.GradientTransformation, clocks: Clocks, count: int | Array
 ) -> optax.GradientTransformationExtraArgs:
     """Return `tx` with all its schedules held at `count`."""
     inner = optax.with_extra_args_support(tx)

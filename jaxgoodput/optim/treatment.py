@@ -145,11 +145,17 @@ class _Probed:
             decays=decays,
         )
 
-    def step_sizes(self) -> np.ndarray:
+    def step_sizes(self, by_size: np.ndarray) -> np.ndarray:
         """Return the step size of each leaf at the highest point of its schedule that was tried."""
         counts = _COUNTS if self.clocks.steady else _COUNTS[:1]
-        at_counts = [at_count(self.traced.tx, self.clocks, count) for count in counts]
-        return np.max([step_sizes(tx, self.params) for tx in at_counts], axis=0)
+        return step_sizes(
+            self.traced.tx,
+            self.params,
+            by_size=by_size,
+            moments=self.moments,
+            clocks=self.clocks,
+            counts=counts,
+        )
 
 
 def _held_where_all_move(
@@ -184,7 +190,7 @@ def _leaf_rules(probed: _Probed, rule: Rule | None, preconditioned: bool) -> Lea
     # Norms are measured in the coordinates of each leaf's own division. If these differ, norms are converted.
     sizes: tuple[float, ...] = ()
     if len({(bool(is_divided[i]), bool(by_size[i])) for i in moving}) > 1:
-        found = probed.step_sizes()
+        found = probed.step_sizes(by_size)
         largest = found[probed.moves].max()
         sizes = tuple(map(float, found / largest)) if largest > 0 else ()
     return LeafRules(

@@ -85,7 +85,7 @@ def test_who_moves_nothing_is_unknown():
     [
         (optax.sgd(0.3), 0.3),
         (optax.sgd(0.3, momentum=0.5), 0.6),
-        (optax.adamw(0.02, weight_decay=0.1), 0.02),
+        (optax.adamw(0.02, b2=0.9, weight_decay=0.1), 0.02),
         (optax.adagrad(0.2), 0.2),
         (optax.lion(0.01), 0.01),
         (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.5)), 0.5),
