@@ -522,8 +522,9 @@ def progress_between(before: PyTree, after: PyTree) -> Array:
 
 
 def gain(opt_state: PyTree) -> Array:
-    """Return the factors that multiplied the latest update: `[labels]` if all leaves have one rule, else by
-    rule and then by label.
+    """Return the factors that multiplied the latest update, `[labels]`; without labels, `[1]`.
+
+    If leaves have different rules, there is a factor for each rule, and within it for each label.
     """
     return find(opt_state).gain
 

@@ -240,13 +240,13 @@ def _warn_of_rule(rule: Rule, probed: _Probed) -> None:
         (rules.adam_scale, rules.adascale, ~own, "does not divide"),
     ):
         if rule is worse and is_wrong.any():
-            where = "" if is_wrong.all() else f" {is_wrong.sum()} of {own.size} leaves of"
+            where = "" if is_wrong.all() else f" in {is_wrong.sum()} of {own.size} leaves"
             logging.warning(
-                "the rule %s does not suit%s this optimizer, which %s the gradient by its size. Use %s, or "
+                "the rule %s does not suit this optimizer, which %s the gradient by its size%s. Use %s, or "
                 "leave Config.rule None to have it chosen.",
                 worse.__name__,
-                where,
                 does,
+                where,
                 better.__name__,
             )
 
