@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 # A value is a scalar if all elements of the array are known to be equal to it, and None if they are not.
@@ -179,9 +181,9 @@ def _body(one: Any) -> ClosedJaxpr | Jaxpr | None:
 
 def _uniform(x: Any) -> Value:
     """Return the value that all elements of an array share; None if they differ."""
-    if isinstance(x, jax.core.Tracer) or not isinstance(x, _CONCRETE):
+    if isinstance(x, Tracer) or not isinstance(x, _CONCRETE):
         return None
-    if jax.dtypes.issubdtype(getattr(x, "dtype", np.dtype(float)), jax.dtypes.extended):
+    if jnp.issubdtype(getattr(x, "dtype", np.dtype(float)), jax.dtypes.extended):
         return None  # a random key
     array = np.asarray(x)
     if not array.size or not (array == array.flat[0]).all():

@@ -159,9 +159,10 @@ def step_sizes(
     """
     asked, start = optax.with_extra_args_support(tx), small(params, 0.1)
     num_leaves = len(jax.tree.leaves(start))
-    if by_size is None:
+    is_by_size = by_size
+    if is_by_size is None:
         covered = np.array([x is not None for x in covers(jax.eval_shape(tx.init, start), start)])
-        by_size = ~covered & (normalises(tx, params) == 1)
+        is_by_size = ~covered & (normalises(tx, params) == 1)
     if moments is None:
         moments = moment_constants(tx, params)
     entry = _entry(NORM, num_leaves)
@@ -188,7 +189,7 @@ def step_sizes(
 
     nothing = (jnp.zeros((1, num_leaves)), jnp.ones((1, num_leaves)))
     moved, divisors = jax.device_get(_probed("step sizes", both, nothing))
-    sizes = np.asarray(moved, np.float64) / entry * np.where(by_size, entry, divisors)
+    sizes = np.asarray(moved, np.float64) / entry * np.where(is_by_size, entry, divisors)
     return sizes.max(axis=0)
 
 

@@ -1,5 +1,7 @@
 """An optimizer that is asked tells whether it normalises gradients, and its constants."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,7 +129,7 @@ def test_the_constants_of_one_group_are_found_beside_another():
 
 
 def test_groups_with_other_constants_have_their_own():
-    groups = {"a": optax.adam(0.1, b2=0.9, eps=1e-3), "b": optax.adam(0.1, b2=0.99, eps=1e-6)}
+    groups: Any = {"a": optax.adam(0.1, b2=0.9, eps=1e-3), "b": optax.adam(0.1, b2=0.99, eps=1e-6)}
     tx = optax.multi_transform(groups, {"kernel": "a", "bias": "b"})
     bias, kernel = moment_constants(tx, PARAMS)
     assert kernel == MomentConstants(b2=0.9, eps=1e-3)
@@ -182,6 +184,6 @@ def test_only_updates_in_proportion_to_the_gradient_lag():
     ):
         assert lags(tx, PARAMS).tolist() == [True, True]
     assert lags(optax.lamb(0.1), PARAMS).tolist() == [False, False]
-    groups = {"adam": optax.adam(0.1), "lion": optax.lion(0.1)}
+    groups: Any = {"adam": optax.adam(0.1), "lion": optax.lion(0.1)}
     mixed = optax.multi_transform(groups, {"kernel": "adam", "bias": "lion"})
     assert lags(mixed, PARAMS).tolist() == [False, True]  # bias, kernel

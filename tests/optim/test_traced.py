@@ -124,7 +124,7 @@ class Both(NamedTuple):
     mean: Any
 
 
-def by_count(factor, state_of=Count, count_of=lambda state: state.step):
+def by_count(factor, state_of: Any = Count, count_of=lambda state: state.step):
     """A user's own link, whose update is `factor(updates, count)`."""
 
     def update(updates, state, params=None):
@@ -207,12 +207,20 @@ def test_schedules_of_optax_are_found_at_any_depth(name):
     assert (len(found.steady), found.held) == (count, ())
 
 
+def until(step: Any, **_: Any) -> Any:
+    return step < 10_000
+
+
+def after(step: Any, **_: Any) -> Any:
+    return step > 9
+
+
 HELD = {
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 3),
     "MultiSteps, one": lambda tx: optax.MultiSteps(tx, 1),
     "skipping": lambda tx: optax.MultiSteps(tx, 1, should_skip_update_fn=optax.skip_not_finite),
-    "conditionally_mask": lambda tx: optax.conditionally_mask(tx, lambda step: step < 10_000),
-    "conditionally_transform": lambda tx: optax.conditionally_transform(tx, lambda step: step > 9),
+    "conditionally_mask": lambda tx: optax.conditionally_mask(tx, until),
+    "conditionally_transform": lambda tx: optax.conditionally_transform(tx, after),
     "sam": lambda tx: optax.contrib.sam(tx, optax.sgd(0.1)),
 }
 
@@ -241,7 +249,10 @@ def test_a_users_wrapper_that_holds_a_schedule_is_found():
         after = jax.tree.map(lambda a, b: jnp.where(turn % 2 == 1, a, b), after, own)
         return moved, (turn + 1, after)
 
-    tx = optax.GradientTransformation(lambda p: (jnp.zeros((), jnp.int32), inner.init(p)), update)
+    def init(params):
+        return jnp.zeros((), jnp.int32), inner.init(params)
+
+    tx = optax.GradientTransformation(init, update)
     found = clocks_of(traced_update(tx, PARAMS))
     assert len(found.held) == 1
 
@@ -251,13 +262,20 @@ def test_a_users_wrapper_that_holds_a_schedule_is_found():
 def test_only_the_counts_of_schedules_are_set(count):
     tx = optax.adamw(SCHEDULE)
     clocks = clocks_of(traced_update(tx, PARAMS))
-    state = tx.init(PARAMS)
-    placed = with_counts_at(state, clocks.steady, jnp.asarray(count))
+    state: Any = tx.init(PARAMS)
+    placed: Any = with_counts_at(state, clocks.steady, jnp.asarray(count))
     assert int(optax.tree.get(placed[2], "count")) == count
     jax.tree.map(np.testing.assert_array_equal, placed[0], state[0])
 
 
 # -- arguments ---------------------------------------------------------------------------------------
+
+
+def _takes_the_loss(updates, state, params=None, *, value):
+    return updates, state
+
+
+takes_the_loss: Any = _takes_the_loss
 
 
 def plateau():
@@ -274,9 +292,7 @@ def plateau():
         optax.GradientTransformationExtraArgs(
             optax.sgd(0.1).init, lambda updates, state, params=None: (updates, state)
         ),
-        optax.GradientTransformationExtraArgs(
-            optax.sgd(0.1).init, lambda updates, state, params=None, *, value: (updates, state)
-        ),
+        optax.GradientTransformationExtraArgs(optax.sgd(0.1).init, takes_the_loss),
     ],
     ids=["sam", "sam in a chain", "plateau", "polyak", "takes none", "takes the loss"],
 )

@@ -203,6 +203,15 @@ def bare(treatment):
 
 # -- at the base batch, what a loop of optax does ----------------------------------------------------
 
+
+def every_second(step: Any, **_: Any) -> Any:
+    return step % 2 == 0
+
+
+def after(step: Any, **_: Any) -> Any:
+    return step > 3
+
+
 WRAPPERS = {
     "plain": lambda tx: tx,
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 3).gradient_transformation(),
@@ -210,8 +219,8 @@ WRAPPERS = {
         tx, lambda step: 1 + step
     ).gradient_transformation(),
     "apply_every": lambda tx: optax.chain(tx, optax.apply_every(3)),
-    "conditionally_mask": lambda tx: optax.conditionally_mask(tx, lambda step: step % 2 == 0),
-    "conditionally_transform": lambda tx: optax.conditionally_transform(tx, lambda step: step > 3),
+    "conditionally_mask": lambda tx: optax.conditionally_mask(tx, every_second),
+    "conditionally_transform": lambda tx: optax.conditionally_transform(tx, after),
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 2),
     "masked": lambda tx: optax.masked(tx, {"a": True, "b": False}),
     "frozen": lambda tx: groups(tx, optax.set_to_zero(), tx),

@@ -1,5 +1,7 @@
 """What a run makes of an optimizer: frozen leaves have no noise, and what counts updates is named."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,12 +104,16 @@ def test_noise_gain_and_progress_are_those_of_the_leaves_that_move(
 
 
 SCHEDULE = optax.cosine_decay_schedule(0.1, 12)
+
+
+def every_second(step: Any, **_: Any) -> Any:
+    return step % 2 == 0
+
+
 COUNTING = {
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(SCHEDULE), 3),
     "apply_every": lambda: optax.chain(optax.sgd(SCHEDULE), optax.apply_every(2)),
-    "conditionally_mask": lambda: optax.conditionally_mask(
-        optax.sgd(SCHEDULE), lambda n: n % 2 == 0
-    ),
+    "conditionally_mask": lambda: optax.conditionally_mask(optax.sgd(SCHEDULE), every_second),
     "sam": lambda: optax.contrib.sam(optax.sgd(SCHEDULE), optax.sgd(0.05)),
 }
 
@@ -128,7 +134,8 @@ def test_what_counts_updates_is_refused_if_the_batch_may_change(tmp_path, name):
 )
 def test_what_counts_updates_runs_as_in_a_plain_loop_if_the_batch_is_fixed(tmp_path, name):
     state = Mean(config(tmp_path, base_steps=12.0), tx=COUNTING[name](), data=rows(16)).fit()
-    tx, params = COUNTING[name](), {"w": jnp.zeros(4)}
+    tx: Any = COUNTING[name]()
+    params: Any = {"w": jnp.zeros(4)}
     own, mean = tx.init(params), rows(16)["x"].mean(axis=0)
     for _ in range(12):  # every batch is the whole data set
         updates, own = tx.update({"w": params["w"] - mean}, own, params)
@@ -144,7 +151,10 @@ def test_a_schedule_that_a_users_wrapper_holds_back_is_refused(tmp_path):
         moved, after = inner.update(updates, own, params)
         return moved, (turn + 1, jax.tree.map(lambda a, b: jnp.where(turn % 2, a, b), after, own))
 
-    tx = optax.GradientTransformation(lambda p: (jnp.zeros((), jnp.int32), inner.init(p)), update)
+    def init(params):
+        return jnp.zeros((), jnp.int32), inner.init(params)
+
+    tx = optax.GradientTransformation(init, update)
     settings = config(tmp_path, policy="goodput")
     with pytest.raises(ValueError, match=r"a schedule, at \[1\].*count.*inside a wrapper"):
         problem_of(Mean(settings, tx=tx), settings)
