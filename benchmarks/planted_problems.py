@@ -283,19 +283,19 @@ def programs(optimizer: str, kind: str) -> Any:
     @jax.jit
     def moments(params: Any, opt_state: Any, key: jax.Array) -> GradGroups:
         """By group, from the exact gradient and 2^16 samples, at the base batch."""
-        divisor = problem.preconditioner(opt_state, params)
+        factor = problem.preconditioner(opt_state, params)
         mean = jax.grad(law.excess)(params)
 
         def one(key):
             def own(key):
                 sample = law.draw(key, 1)
                 grad = jax.grad(lambda p: law.losses(p, sample).sum())(params)
-                return noises.squared_norms(jax.tree.map(jnp.subtract, grad, mean), divisor)
+                return noises.squared_norms(jax.tree.map(jnp.subtract, grad, mean), factor)
 
             return jax.vmap(own)(jax.random.split(key, 64)).mean(0)
 
         spread = jax.lax.map(one, jax.random.split(key, 1024)).mean(0)
-        return GradGroups(sqr=noises.squared_norms(mean, divisor), var=spread / BASE)
+        return GradGroups(sqr=noises.squared_norms(mean, factor), var=spread / BASE)
 
     @functools.partial(jax.jit, static_argnames="batch")
     def go_on(params, opt_state, key, least, most, level, *, batch: int):

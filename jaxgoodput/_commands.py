@@ -7,15 +7,20 @@ into parsers. Nothing here, and nothing that a room imports to declare its comma
 
 import argparse
 import inspect
+import pathlib
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from jaxgoodput._serial import number_in, shortened
+
 DONE, USAGE = 0, 2  # exit codes
 
-# The largest number of seconds, hours or GiB: threads cannot wait longer, and no disk holds more.
-_LARGEST = 1e9
+# The largest number of seconds, hours or GiB: threads cannot wait longer, and no disk holds more. And the
+# largest number of processes, hosts or devices, which are listed one by one.
+_LARGEST, _MOST = 1e9, 10**6
 
 Number = TypeVar("Number", int, float)
 Action = Callable[[argparse.Namespace, list[str], argparse.ArgumentParser], int]
@@ -67,10 +72,13 @@ def number(
     least: int | float,
     help: str,
     default: int | float | None = None,
+    *,
+    most: int | float | None = None,
     **settings: Any,
 ) -> Option:
-    """Declare an option that takes a number from `least` on: a whole number if `least` is one."""
-    return text(flag, metavar, help, default, type=at_least(least), **settings)
+    """Declare an option that takes a number from `least` to `most`: a whole number if `least` is one."""
+    kind = at_least(least, most, flag.replace("-", "_"))
+    return text(flag, metavar, help, default, type=kind, **settings)
 
 
 def switch(*flags: str, help: str) -> Option:
@@ -130,35 +138,75 @@ class Commands:
         return iter([command for _, command in sorted(self._found, key=lambda found: found[0])])
 
 
-def at_least(least: Number) -> Callable[[str], Number]:
-    """Return an argparse type for numbers from `least` on; integers if `least` is one."""
+def at_least(
+    least: Number, most: int | float | None = None, name: str = ""
+) -> Callable[[str], Number]:
+    """Return an argparse type for numbers from `least` to `most`; integers if `least` is one.
+
+    `name` tells the unit of what was meant by other texts: "10m" is 600 if it ends in `_s`.
+    """
     kind = type(least)
+    largest = most if most is not None else _MOST if kind is int else _LARGEST
 
     def parse(text: str) -> Number:
         try:
             value = kind(text)
         except ValueError:
-            name = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {name}; give one") from None
+            what = "a whole number" if kind is int else "a number"
+            meant = number_in(text, name)
+            fits = (
+                meant is not None and (kind is float or isinstance(meant, int)) and meant >= least
+            )
+            remedy = f"write {meant}" if fits else "give one"
+            raise argparse.ArgumentTypeError(f"{shortened(text)} is not {what}; {remedy}") from None
         if not value >= least:  # false for NaN, too
             raise argparse.ArgumentTypeError(
-                f"{value} is less than {least}, the smallest number allowed"
+                f"{shortened(value)} is less than {least}, the smallest number allowed"
             )
-        if kind is float and value > _LARGEST:
+        if value > largest:
             raise argparse.ArgumentTypeError(
-                f"{value:g} is more than {_LARGEST:g}, the largest number allowed"
+                f"{shortened(value)} is more than {largest:g}, the largest number allowed"
             )
         return value
 
     return parse
 
 
+def file(text: str) -> pathlib.Path:
+    """Parse the path of a file that is to be read, as an argparse type."""
+    path = pathlib.Path(text)
+    try:
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
+    except (OSError, ValueError) as error:  # ValueError: a character that no name has
+        why = error.strerror if isinstance(error, OSError) else "no name has these characters"
+        raise argparse.ArgumentTypeError(f"{shortened(text)} cannot be read: {why}") from None
+    if is_folder:
+        raise argparse.ArgumentTypeError(f"{shortened(text)} is a folder; name a file")
+    return path
+
+
+def folder(text: str) -> pathlib.Path:
+    """Parse the path of a folder that exists, or can be made, as an argparse type."""
+    path = pathlib.Path(text)
+    for place in (path, *path.absolute().parents):
+        try:
+            is_folder = stat.S_ISDIR(place.stat().st_mode)
+        except FileNotFoundError:
+            continue
+        except NotADirectoryError:
+            is_folder = False
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else "no name has these characters"
+            raise argparse.ArgumentTypeError(f"{shortened(text)} is no folder: {why}") from None
+        if not is_folder:
+            raise argparse.ArgumentTypeError(f"{place} is a file; name a folder")
+        break
+    return path
+
+
 def port(text: str) -> int:
     """Parse a TCP port, as an argparse type."""
-    value = at_least(1)(text)
-    if value > 65535:
-        raise argparse.ArgumentTypeError(f"{value} is not a port: the largest port is 65535")
-    return value
+    return at_least(1, 65535)(text)
 
 
 def wrong(error: Exception) -> int:

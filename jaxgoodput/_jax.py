@@ -2,13 +2,14 @@
 the priorities of shardings.
 
 Each of them has a test in `tests/test_jax_private.py` that fails if a JAX version changes what is used here.
-Supported: jax 0.10 and 0.11.
+Supported: jax 0.10, 0.11 and 0.12.
 
 Why not `jax.distributed.initialize`? It hosts the coordination service inside process 0, so that the death of
 process 0 aborts all other processes. It also handles SIGTERM itself, so that Python never learns that the job
 should save and stop.
 """
 
+import contextlib
 import gc
 import os
 import socket
@@ -16,14 +17,14 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.extend.backend
 from absl import logging
-from jax._src import cache_key, compiler, distributed, lru_cache, xla_bridge
+from jax._src import api_util, cache_key, compiler, distributed, lru_cache, xla_bridge
 from jax._src.lib import _jax as runtime  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib import utils as runtime_utils  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import multihost_utils
@@ -32,7 +33,7 @@ from jaxlib.mlir.dialects import sdy
 
 from jaxgoodput.clock import Clock, SystemClock
 
-SUPPORTED = ((0, 10), (0, 11))
+SUPPORTED = ((0, 10), (0, 11), (0, 12))
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
@@ -52,7 +53,7 @@ def require_supported_version(version: str | None = None) -> None:
         names = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
         raise RuntimeError(
             f"jobs of several processes need private parts of JAX, which are known for jax {names}, but jax "
-            f"{version} is installed. Install one of those (pip install 'jax>=0.10,<0.12'), or run "
+            f"{version} is installed. Install one of those (pip install 'jax>=0.10,<0.13'), or run "
             "one process: that uses public JAX only."
         )
 
@@ -64,6 +65,38 @@ def waits_for_xla(frame: types.FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def found_by_debugging(error: BaseException) -> str | None:
+    """Return "nan" or "inf" if `jax_debug_nans` or `jax_debug_infs` found it in a compiled program's results.
+
+    Functions under `jax.jit` raise FloatingPointError then, executables a private error. None for any other
+    error.
+    """
+    is_found = isinstance(error, api_util.InternalFloatingPointError)
+    return str(error.ty) if is_found else None
+
+
+def looks_for() -> str | None:
+    """Return the name of a switch that is set and makes a NaN or an infinity an error; None if none is."""
+    names = ("jax_debug_nans", "jax_debug_infs")
+    return next((name for name in names if jax.config.values[name]), None)
+
+
+@contextlib.contextmanager
+def trying() -> Iterator[None]:
+    """Run trials on made-up values without JAX's debugging switches: what they find says nothing of the run.
+
+    Types are promoted by the standard rules: optax's adam and schedules fail under the strict ones.
+    """
+    with (
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.debug_key_reuse(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.transfer_guard("allow"),
+    ):
+        yield
 
 
 def quiet_runtime_log() -> None:

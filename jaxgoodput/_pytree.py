@@ -46,6 +46,17 @@ def struct(cls: type[T]) -> type[T]:
     return jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=meta)
 
 
+def wide_dtype(*dtypes: Any) -> np.dtype:
+    """Return the least type, at least float32, that holds values of these types without rounding.
+
+    Unlike `jnp.result_type`, it works under JAX's strict type promotion.
+
+    >>> wide_dtype(jnp.bfloat16, jnp.bool_)
+    dtype('float32')
+    """
+    return np.result_type(np.float32, *dtypes)
+
+
 @struct
 class PackedTree(Generic[T]):
     """A tree of small arrays, packed into one vector.
@@ -71,7 +82,7 @@ class PackedTree(Generic[T]):
         leaves, structure = jax.tree.flatten(tree)
         arrays = [jnp.asarray(x) for x in leaves]
         kinds = tuple((x.shape, x.dtype) for x in arrays)
-        dtype = jnp.result_type(jnp.float32, *(x.dtype for x in arrays))
+        dtype = wide_dtype(*(x.dtype for x in arrays))
         vector = jnp.concatenate([jnp.ravel(x).astype(dtype) for x in arrays])
         return cls(vector=vector, structure=structure, leaves=kinds)
 
@@ -91,7 +102,7 @@ class PackedTree(Generic[T]):
     @property
     def host_tree(self) -> T:
         """The tree as numpy arrays. Waits for the computation, and compiles nothing."""
-        return dataclasses.replace(self, vector=np.asarray(self.vector)).tree
+        return dataclasses.replace(self, vector=jax.device_get(self.vector)).tree
 
 
 _unpacked = jax.jit(lambda packed: packed.tree)

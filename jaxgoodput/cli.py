@@ -10,6 +10,7 @@ import importlib.metadata
 import io
 import os
 import platform
+import re
 import select
 import sys
 from collections.abc import Sequence
@@ -46,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser()
     if any("\0" in argument for argument in (*arguments, *command)):
         parser.error("an argument contains a NUL character, which no file name or number has")
+    for flag in (a.removesuffix("=--") for a in arguments if re.fullmatch(r"--[\w-]+=--", a)):
+        parser.error(f"{flag} needs a value; -- ends the options of {parser.prog}")
     # argparse's own message for a mistyped command lists all choices, and suggests none.
     _require_known(arguments, parser)
     options, unknown = parser.parse_known_args(arguments)

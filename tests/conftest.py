@@ -9,7 +9,8 @@ os.environ.setdefault("NPROC", "16")
 # jaxlib 0.10: the kernels of XLA:CPU by its older generator, which takes half of the time; sums may end in
 # other bits than users see. XLA_FLAGS=--xla_cpu_use_fusion_emitters=true tests theirs. jaxlib 0.11 has the
 # newer one only, and must keep priorities (`_jax.keeps_priorities`). A flag that is unknown ends the process.
-OWN = {"0.10": "--xla_cpu_use_fusion_emitters=false", "0.11": "--xla_enable_hlo_sharding_v3=false"}
+KEPT = "--xla_enable_hlo_sharding_v3=false"
+OWN = {"0.10": "--xla_cpu_use_fusion_emitters=false", "0.11": KEPT, "0.12": KEPT}
 FLAG = OWN.get(".".join(version("jaxlib").split(".")[:2]), "")
 os.environ["XLA_FLAGS"] = f"{FLAG} {os.environ.get('XLA_FLAGS', '')}"
 

@@ -75,7 +75,7 @@ def test_missing_fields_have_their_defaults_and_whole_numbers_are_numbers():
         ('{"version": 1, "id": "x", "max_device": 4}', "JobSpec has no field 'max_device'"),
         (
             '{"version": 1, "id": "x", "max_devices": "4"}',
-            "JobSpec.max_devices is '4'; .* type int",
+            "JobSpec.max_devices is '4'; .* a whole number",
         ),
         ('{"version": 1, "id": "x", "max_devices": true}', "JobSpec.max_devices is True"),
         (

@@ -1,4 +1,9 @@
-"""Fingerprints of data sets, by which a resumed run notices that its data have changed."""
+"""Fingerprints of data sets, by which a resumed run notices that its data, or their order, have changed.
+
+A run's order of samples follows from the data set, its length, the seed (in the cursor) and
+`Config.shuffle`. All of them are in a checkpoint. A resumed run keeps the seed and the shuffling of the
+checkpoint, and is refused if the data set is another one.
+"""
 
 import hashlib
 from collections.abc import Callable
@@ -9,36 +14,46 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxgoodput.data.rows import leaf_name
-from jaxgoodput.data.sources import ENDLESS, Source, StreamSource, is_endless
+from jaxgoodput.data.rows import add_to, leaf_name
+from jaxgoodput.data.sources import ENDLESS, ArraySource, Source, StreamSource, is_endless
 
 NUM_READ = 8
+WHOLE_BYTES = 2**28  # arrays up to this size are digested whole, in up to 0.3 s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """What a checkpoint stores about the data set: its size, and a digest of a few samples."""
+    """What a checkpoint stores about the data set: its size, digests of its samples, and their order."""
 
     num_samples: int
     content: str | None = None
     """Digest of samples at fixed places; None if they differ from read to read (random augmentation)."""
+    whole: str | None = None
+    """Digest of all samples, in their order; None for anything but arrays of at most `WHOLE_BYTES`."""
+    shuffle: bool | None = None
+    """Whether every epoch has its own order; None if it is not known, or the data set has no end."""
 
     def difference(self, other: "Fingerprint") -> str | None:
         """Describe how `other` differs from this data set; None if no difference is known."""
         if self.num_samples != other.num_samples:
             return f"has {_in_words(other.num_samples)} instead of {_in_words(self.num_samples)}"
-        if None in (self.content, other.content) or self.content == other.content:
+        pairs = ((self.content, other.content), (self.whole, other.whole))
+        if all(None in pair or pair[0] == pair[1] for pair in pairs):
             return None
         return "holds other samples, or holds them in another order"
 
 
 def fingerprint(
-    source: Source, again: Callable[[Callable[[], Any]], Any] = lambda read: read()
+    source: Source,
+    again: Callable[[Callable[[], Any]], Any] = lambda read: read(),
+    *,
+    shuffle: bool | None = None,
 ) -> Fingerprint:
-    """Return the fingerprint of a source.
+    """Return the fingerprint of a source whose epochs are shuffled, or not.
 
     Reads eight samples, one at a time and each twice, since samples that are augmented at random cannot be
-    compared. An endless source is not read, because a stream's samples would be lost. `again` makes each
+    compared. Arrays of at most `WHOLE_BYTES` are also digested whole. An endless source is not read,
+    because a stream's samples would be lost. `again` makes each
     read, and may repeat it (`readers.Attempts`). Raises what reading a sample raises.
 
     >>> from jaxgoodput.data.sources import as_source
@@ -52,11 +67,29 @@ def fingerprint(
     def content() -> str:
         total = hashlib.sha256()
         for place in places:
-            _add(total, again(partial(source.batch, place[None])))
+            add_to(total, again(partial(source.batch, place[None])))
         return total.hexdigest()
 
     once, twice = content(), content()
-    return Fingerprint(num_samples=len(source), content=once if once == twice else None)
+    return Fingerprint(
+        num_samples=len(source),
+        content=once if once == twice else None,
+        whole=_whole(source) if type(source) is ArraySource else None,
+        shuffle=shuffle,
+    )
+
+
+def _whole(source: ArraySource) -> str | None:
+    leaves = jax.tree_util.tree_flatten_with_path(source.arrays)[0]
+    if sum(leaf.nbytes for _, leaf in leaves) > WHOLE_BYTES:
+        return None
+    total = hashlib.sha256()
+    for path, leaf in leaves:
+        total.update(f"{leaf_name(path)} {leaf.dtype} {leaf.shape} ".encode())
+        rows = max(1, 2**24 // max(leaf[:1].nbytes, 1))  # parts that are copied need little memory
+        for first in range(0, len(leaf), rows):
+            total.update(leaf[first : first + rows].tobytes())
+    return total.hexdigest()
 
 
 def of_stream(source: StreamSource, place: int) -> str:
@@ -67,15 +100,8 @@ def of_stream(source: StreamSource, place: int) -> str:
     """
     total = hashlib.sha256()
     for index in range(place, place + source.available(place, NUM_READ)):
-        _add(total, source.batch(np.array([index])))
+        add_to(total, source.batch(np.array([index])))
     return total.hexdigest()
-
-
-def _add(total: Any, rows: Any) -> None:
-    for path, leaf in jax.tree_util.tree_flatten_with_path(rows)[0]:
-        leaf = np.asarray(leaf)
-        total.update(f"{leaf_name(path)} {leaf.dtype} {leaf.shape} ".encode())
-        total.update(leaf.tobytes())
 
 
 def _in_words(num_samples: int) -> str:

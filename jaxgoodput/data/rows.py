@@ -5,6 +5,7 @@ is checked on the host, before a wrong width, shape or structure becomes an inte
 silent recompilation, or an error that names no leaf.
 """
 
+import hashlib
 from typing import Any
 
 import jax
@@ -83,7 +84,8 @@ def narrow(rows: PyTree[np.ndarray]) -> PyTree[np.ndarray]:
     """Convert a batch to the widths that JAX computes in: 64-bit leaves to 32 bits, unless x64 is enabled.
 
     Raises:
-      ValueError: an integer does not fit; the message names the leaf and the value. JAX would wrap it around.
+      ValueError: a number does not fit; the message names the leaf, the row and the value. JAX would wrap an
+        integer around, and make a float infinite.
     """
 
     def convert(path: Any, array: np.ndarray) -> np.ndarray:
@@ -99,9 +101,25 @@ def narrow(rows: PyTree[np.ndarray]) -> PyTree[np.ndarray]:
                     f"jax_enable_x64 is set. Map large identifiers to 0 .. n-1, or hash them, "
                     f"before they reach the loader."
                 )
-        return array.astype(dtype)
+        with np.errstate(over="ignore"):
+            narrowed = array.astype(dtype)
+        if dtype.kind in "fc":
+            _require_finite(path, array, narrowed)
+        return narrowed
 
     return jax.tree_util.tree_map_with_path(convert, rows)
+
+
+def _require_finite(path: Any, wide: np.ndarray, narrowed: np.ndarray) -> None:
+    """Raise ValueError if a finite number became infinite."""
+    lost = np.isinf(narrowed)
+    if lost.any() and (lost := lost & np.isfinite(wide)).any():
+        place = np.argwhere(lost)[0]
+        raise ValueError(
+            f"Leaf {leaf_name(path)} holds {wide[tuple(place)]!s} in row {place[0]} of the batch, which is "
+            f"beyond the range of {narrowed.dtype}, the widest type that JAX uses unless jax_enable_x64 is "
+            f"set: it would become infinite. Scale, clip or mask such values before they reach the loader."
+        )
 
 
 def held_rows(
@@ -167,6 +185,25 @@ def check_numeric(path: Any, dtype: np.dtype) -> None:
             f"Turn text into token or category numbers, dates into seconds, and rows of unequal "
             f"length into padded ones, before they reach the loader."
         )
+
+
+def digest(rows: PyTree) -> str:
+    """Return a digest of samples: the names, types, shapes and values of their leaves.
+
+    >>> digest({"x": np.zeros(2)}) == digest({"x": np.zeros((1, 2))})
+    False
+    """
+    total = hashlib.sha256()
+    add_to(total, rows)
+    return total.hexdigest()
+
+
+def add_to(total: Any, rows: PyTree) -> None:
+    """Add samples to a digest of `hashlib`."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(rows)[0]:
+        leaf = np.asarray(leaf)
+        total.update(f"{leaf_name(path)} {leaf.dtype} {leaf.shape} ".encode())
+        total.update(leaf.tobytes())
 
 
 def leaf_name(path: Any) -> str:

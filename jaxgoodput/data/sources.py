@@ -6,8 +6,10 @@ the leaf, because users may never have looked at that sample.
 """
 
 import abc
+import dataclasses
 import json
 import numbers
+import pickle
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -18,13 +20,15 @@ import jax
 import numpy as np
 from jaxtyping import Int, PyTree
 
-from jaxgoodput.data.rows import check_numeric, check_same_kind, leaf_name, narrow
+from jaxgoodput.data.rows import check_numeric, check_same_kind, digest, leaf_name, narrow
 
 Indexing = Literal["one", "array", "getitems"]
+NUM_PROBED = 2  # samples of a stream before and behind the state that `begin` sets it back to
 ENDLESS = sys.maxsize  # length of an endless source; grain uses the same number
 KINDS = (
     "Pass a dict of arrays, an object with __len__ and __getitem__, a grain MapDataset, a jaxgoodput Source, "
-    "or a stream: something iterable whose iterator has get_state() and set_state(state)."
+    "or a stream: something iterable whose iterator has get_state() and set_state(state), or that has "
+    "state_dict() and load_state_dict(state)."
 )
 
 
@@ -84,7 +88,7 @@ class ArraySource(Source):
                     f"and {other} has {other_size}. Rows of all arrays: {sizes}. Give all arrays the same "
                     f"samples, with the axis of samples first."
                 )
-        self._arrays = jax.tree_util.tree_unflatten(structure, leaves)
+        self.arrays: PyTree[np.ndarray] = jax.tree_util.tree_unflatten(structure, leaves)
         self._size = size
 
     def __len__(self) -> int:
@@ -93,7 +97,7 @@ class ArraySource(Source):
 
     def batch(self, indices: Int[np.ndarray, " n"]) -> PyTree[np.ndarray]:
         """Return the rows at `indices`, gathered into new arrays."""
-        return jax.tree.map(lambda rows: rows.take(indices, axis=0), self._arrays)
+        return jax.tree.map(lambda rows: rows.take(indices, axis=0), self.arrays)
 
 
 class SequenceSource(Source):
@@ -222,46 +226,69 @@ class StreamState:
     place: int
     """Number of samples before this place, since the beginning of the stream."""
     state: str
-    """Result of `get_state()`, as JSON or as bytes in hexadecimal."""
+    """The stream's own state, as JSON, or as bytes in hexadecimal."""
     is_bytes: bool = False
     """Whether `state` is bytes in hexadecimal."""
+    is_pickle: bool = False
+    """Whether these bytes are a pickle of the state, which JSON could not hold."""
+    first: str | None = None
+    """Digest of the sample at `place`; None if it is not known, or the stream draws samples anew."""
+    replays: bool = False
+    """Whether the stream can only be set back to its beginning, so that all samples are read again."""
+
+
+# The methods that save and restore the state of an iterator, or of the iterable that makes iterators.
+METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
 
 class StreamSource(Source):
     """An iterator with a state that can be saved. A sample's index is its place in the stream.
 
-    `stream` is iterable, and its iterator has `get_state()` (JSON values, or bytes) and `set_state(state)`:
-    a grain `IterDataset` or `DataLoader`, or an iterator of your own.
+    `stream` is iterable. Its iterator has `get_state()` (JSON values, or bytes) and `set_state(state)`: a
+    grain `IterDataset` or `DataLoader`, or an iterator of your own. Or the iterator, or the stream itself,
+    has `state_dict()` (anything that can be pickled) and `load_state_dict(state)`: a Hugging Face
+    `IterableDataset`, a `StatefulDataLoader` of torchdata. If the stream itself has them, a new iterator is
+    made after loading.
 
     Samples are kept from when they are read until they are released, so that they can be divided into batches
     of another size. The stream's state is saved before every read of several samples. A resumed run returns
     to such a state, and skips the samples that were used. Each sample is used exactly once if the stream
-    repeats the same samples after `set_state`. Every process reads the whole stream, and hands out its part.
+    repeats the same samples after it is set back; `begin` finds out. Every process reads the whole stream,
+    and hands out its part.
 
     One thread may read while another asks for states and releases samples.
 
     Raises:
-      TypeError: the iterator has no state, or (from reads) its state is neither JSON nor bytes.
+      TypeError: the iterator has no state, or (from reads) its state cannot be saved.
       RuntimeError (from reads): the stream raised an error; the cause is chained. The read is not repeated.
     """
 
     def __init__(self, stream: Any):
         self._name = type(stream).__name__
+        self._stream = stream
         self._iterator = iter(stream)
-        missing = [n for n in ("get_state", "set_state") if not hasattr(self._iterator, n)]
-        if missing:
-            raise TypeError(
-                f"A dataset needs random access, or a state to resume from, but {self._name} has neither: "
-                f"its iterator has no {' and no '.join(missing)}. {KINDS}"
-            )
-        self._items: dict[int, Any] = {}  # by place: read, but not released
+        self._owner, self._methods = self._stateful()
+        self._items: dict[int, Any] = {}  # by place, in this order: read, but not released
         self._next = 0  # place of the next sample from the iterator
         self._released = 0  # samples before this place are forgotten
         self._failed: RuntimeError | None = None
         self._reading = threading.Lock()
         self._lock = threading.Lock()  # guards the states
+        self._has_begun = self._draws_anew = False  # what `begin` found out
         self._states = [self._state()]  # in the order of their places
         self._first = self._states[0]
+
+    def _stateful(self) -> tuple[Any, tuple[str, str]]:
+        """Return the object that has the state, and the names of its methods."""
+        found = [(self._iterator, names) for names in METHODS] + [(self._stream, METHODS[1])]
+        for owner, names in found:
+            if all(hasattr(owner, name) for name in names):
+                return owner, names
+        missing = [name for name in METHODS[0] if not hasattr(self._iterator, name)]
+        raise TypeError(
+            f"A dataset needs random access, or a state to resume from, but {self._name} has neither: "
+            f"its iterator has no {' and no '.join(missing)}. {KINDS}"
+        )
 
     def __len__(self) -> int:
         """Return `ENDLESS`: the end is not known before it is reached."""
@@ -273,10 +300,9 @@ class StreamSource(Source):
         Fewer than `count` if the stream ends.
         """
         with self._reading:
+            state = None
             if self._next < first + count and self._next > self._states[-1].place:
-                state = self._state()
-                with self._lock:
-                    self._states.append(state)
+                state = None if self._states[-1].replays else self._state()
             while self._next < first + count:
                 if (
                     self._failed is not None
@@ -289,9 +315,24 @@ class StreamSource(Source):
                 except Exception as error:
                     self._failed = RuntimeError(_failure(f"sample {self._next}", error))
                     raise self._failed from error
-                self._items[self._next] = item
-                self._next += 1
+                self._remember(item, state)
+                state = None
             return max(min(count, self._next - first), 0)
+
+    def _remember(self, item: Any, state: StreamState | None) -> None:
+        """Keep the sample at the next place; `state` is the stream's before it was read, if it was taken.
+
+        A state at the end of a stream is not kept, because some streams begin anew from there.
+        """
+        with self._lock:
+            if state is not None:
+                self._states.append(state)
+            last = self._states[-1]
+            if last.place == self._next and last.first is None and not self._draws_anew:
+                self._states[-1] = dataclasses.replace(last, first=digest(item))
+        if self._next >= self._released:
+            self._items[self._next] = item
+        self._next += 1
 
     def batch(self, indices: Int[np.ndarray, " n"]) -> PyTree[np.ndarray]:
         """Return the samples at these places, which must have been read (see `available`), and not released.
@@ -311,8 +352,8 @@ class StreamSource(Source):
 
     def release(self, place: int) -> None:
         """Forget the kept samples before `place`, as they are not needed again."""
-        for used in range(self._released, place):
-            self._items.pop(used, None)
+        while self._items and (oldest := next(iter(self._items))) < place:
+            del self._items[oldest]
         self._released = max(self._released, place)
         with self._lock:
             while len(self._states) > 1 and self._states[1].place <= place:
@@ -325,33 +366,113 @@ class StreamSource(Source):
 
     def restore(self, saved: StreamState) -> None:
         """Set the stream back to a state that `state_at` returned, in this process or another."""
-        state = bytes.fromhex(saved.state) if saved.is_bytes else json.loads(saved.state)
         with self._reading:  # an earlier loader may have been closed during a read
-            self._iterator.set_state(state)
+            get, set_back = self._methods
+            try:
+                getattr(self._owner, set_back)(_read_state(saved))
+            except Exception as error:  # the stream's own
+                raise RuntimeError(
+                    f"{set_back}() of the stream {self._name} failed: {type(error).__name__}: {error}. It "
+                    f"must set the stream back to any state that {get}() returned."
+                ) from error
+            if self._owner is not self._iterator:
+                self._iterator = iter(self._stream)
             self._items, self._next, self._released = {}, saved.place, saved.place
             with self._lock:
                 self._states, self._failed = [saved], None
 
-    def rewind(self) -> None:
-        """Set the stream back to its state at construction, if any sample was used since."""
-        if self._released:
+    def begin(self) -> str | None:
+        """Set the stream to its beginning, for a run that begins.
+
+        The first call finds out whether the stream repeats its samples after it is set back, and returns a
+        warning if not; it reads the first samples three times. If only the beginning can be repeated (shuffle
+        buffers are often not part of a state), a resumed run reads all samples again from there, and still
+        uses each once.
+        """
+        if self._has_begun:
             self.restore(self._first)
+            return None
+        self._has_begun = True
+
+        def read(first: int) -> list[str]:
+            count = self.available(first, 2 * NUM_PROBED - first)
+            return [digest(self._items[first + i]) for i in range(count)]
+
+        self.restore(self._first)
+        self.available(0, NUM_PROBED)
+        begin, rest = read(0)[:NUM_PROBED], read(NUM_PROBED)
+        between = self.state_at(NUM_PROBED)
+        self.restore(between)
+        goes_on = read(between.place)[-len(rest) :] == rest if rest else True
+        self.restore(self._first)
+        repeats = read(0) == begin + rest
+        self._draws_anew = not repeats
+        self._first = dataclasses.replace(self._first, replays=repeats and not goes_on)
+        self.restore(self._first)
+        if not repeats:
+            return (
+                f"the stream {self._name} returned other samples when it was set back to its beginning. If "
+                "it draws them at random without a seed, nothing is wrong; if it orders them at random, a "
+                "resumed run may use some samples twice and some never. Seed it."
+            )
+        if not goes_on:
+            return (
+                f"the stream {self._name} goes on with other samples after it is set back, unless it is set "
+                "back to its beginning (a shuffle buffer is not part of its state). A resumed run therefore "
+                "reads the stream from its beginning, and skips the samples that were used."
+            )
+        return None
+
+    def goes_on(self, place: int) -> bool:
+        """Return whether the stream, as restored, goes on with the sample that was there before.
+
+        The samples before `place` were used.
+        """
+        (saved,) = self._states
+        self._draws_anew = saved.first is None
+        is_there = self.available(saved.place, 1) == 1
+        found = saved.first is None or (
+            is_there and digest(self._items[saved.place]) == saved.first
+        )
+        self.release(place)
+        return found
 
     def _state(self) -> StreamState:
-        state = self._iterator.get_state()
+        state = getattr(self._owner, self._methods[0])()
         if isinstance(state, bytes):
             return StreamState(self._next, state.hex(), is_bytes=True)
         try:
             text = json.dumps(state)
+            is_json = bool(
+                json.loads(text) == state
+            )  # false for tuples, and keys that are not strings
         except (TypeError, ValueError):
-            text = "null"
-        if json.loads(text) != state:  # such as tuples, and keys that are not strings
+            is_json, text = False, ""
+        if is_json:
+            return StreamState(self._next, text)
+        if self._methods == METHODS[1]:
+            return StreamState(self._next, self._pickled(state), is_bytes=True, is_pickle=True)
+        raise TypeError(
+            f"get_state() of the stream {self._name} returned a {type(state).__name__} that JSON cannot "
+            f"give back as it is, so it cannot be part of a checkpoint. Return dicts with string keys, "
+            f"lists, numbers and strings; or bytes, for example from pickle."
+        )
+
+    def _pickled(self, state: Any) -> str:
+        try:
+            return pickle.dumps(state).hex()
+        except Exception as error:  # the state's own
             raise TypeError(
-                f"get_state() of the stream {self._name} returned a {type(state).__name__} that JSON cannot "
-                f"give back as it is, so it cannot be part of a checkpoint. Return dicts with string keys, "
-                f"lists, numbers and strings; or bytes, for example from pickle."
-            )
-        return StreamState(self._next, text)
+                f"state_dict() of the stream {self._name} returned a {type(state).__name__} that cannot be "
+                f"pickled, so it cannot be part of a checkpoint ({type(error).__name__}: {error}). Return "
+                "dicts, lists, tuples, numbers, strings and arrays."
+            ) from error
+
+
+def _read_state(saved: StreamState) -> Any:
+    if saved.is_pickle:
+        return pickle.loads(bytes.fromhex(saved.state))
+    return bytes.fromhex(saved.state) if saved.is_bytes else json.loads(saved.state)
 
 
 def as_source(dataset: Any, *, indexing: Indexing = "one") -> Source:
@@ -377,7 +498,7 @@ def as_source(dataset: Any, *, indexing: Indexing = "one") -> Source:
         source = ArraySource(dataset)
     elif _is_grain(dataset, "MapDataset"):
         source = GrainSource(dataset)
-    elif hasattr(type(dataset), "__iter__") and not hasattr(type(dataset), "__getitem__"):
+    elif hasattr(type(dataset), "__iter__") and not _has_random_access(dataset):
         source = StreamSource(dataset)
     else:
         source = SequenceSource(dataset, indexing=indexing)
@@ -387,6 +508,11 @@ def as_source(dataset: Any, *, indexing: Indexing = "one") -> Source:
             f"path, split or filter that produced it."
         )
     return source
+
+
+def _has_random_access(dataset: Any) -> bool:
+    # Hugging Face's and torch's iterable data sets have a `__getitem__` that does not give a sample.
+    return all(hasattr(type(dataset), name) for name in ("__getitem__", "__len__"))
 
 
 def is_endless(source: Source) -> bool:

@@ -12,7 +12,7 @@ What the table reads and saves is its state after the last batch that was placed
 import contextlib
 import threading
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -93,6 +93,8 @@ class Counts:
     waits: int = 0
     """Batches that waited for a row that another batch had just evicted."""
     waited_s: float = 0.0
+    lost: dict[str, int] = field(default_factory=dict)
+    """Values that are not finite, by field, of the rows that were written to the disk or checked."""
 
 
 class TierRows:
@@ -295,6 +297,11 @@ class TieredTable:
         """The metadata of the commit that was opened, or of the last `save` since."""
         return self.store.newest.about.get("with", {}) if self.store.newest else {}
 
+    @property
+    def lost(self) -> dict[str, int]:
+        """How many values that are not finite were found in rows, by field; see `Counts.lost`."""
+        return self.counts.lost
+
     def commits(self) -> dict[int, Mapping[str, Any]]:
         """Return the metadata of every readable commit by number, newest first."""
         return {n: about.get("with", {}) for n, about in self.store.commits().items()}
@@ -364,7 +371,7 @@ class TieredTable:
         """
         plan = pulled.plan
         if len(pulled.dumped):
-            self.store.put(pulled.dumped, pulled.dumped_rows.view(np.uint64))
+            self._to_disk(pulled.dumped, pulled.dumped_rows)
         rows = self._completed(pulled)
         # Arrays are padded to few sizes, so that few programs are compiled.
         size = padded_size(max(len(plan.missing), len(plan.evicted)))
@@ -430,7 +437,7 @@ class TieredTable:
         plan = evicted.plan
         if evicted.rows is not None:
             targets = plan.evicted_targets
-            rows, kept = np.asarray(evicted.rows)[: len(plan.evicted)], plan.is_kept
+            rows, kept = jax.device_get(evicted.rows)[: len(plan.evicted)], plan.is_kept
             self._ram[targets] = rows if kept.all() else rows[kept]
             self._in_ram.ids[targets] = plan.evicted[kept]
             self._in_ram.dirty[targets] = evicted.is_dirty[kept]
@@ -457,6 +464,27 @@ class TieredTable:
         values = initial_values(ids, self.dim, **self._initial)
         fields = {EMBEDDING: values, **self.optimizer.begin()}
         return self.layout.pack_host(fields, len(ids))
+
+    def _to_disk(self, ids: Int64[np.ndarray, " n"], rows: UInt32[np.ndarray, "n words"]) -> None:
+        """Write rows to the disk, and note if they hold values that are not finite."""
+        self._note_lost(ids, rows)
+        self.store.put(ids, rows.view(np.uint64))
+
+    def check_slots(self) -> None:
+        """Note in `lost` if rows on the device hold values that are not finite. Call it between batches."""
+        slots = np.flatnonzero(self._on_device.ids != NO_ID)
+        for start in range(0, len(slots), FETCHED_AT_ONCE):
+            some = slots[start : start + FETCHED_AT_ONCE]
+            self._note_lost(self._on_device.ids[some], self._fetched(some))
+
+    def _note_lost(self, ids: Int64[np.ndarray, " n"], rows: UInt32[np.ndarray, "n words"]) -> None:
+        for name, x in self.layout.unpack_host(rows).items():
+            if not jnp.issubdtype(x.dtype, jnp.inexact) or (is_finite := np.isfinite(x)).all():
+                continue
+            row = int(ids[np.argmin(is_finite.all(axis=1))])
+            what = next((key for key in self.lost if key.startswith(f"{name} ")), None)
+            what = what or f"{name} from row {row} on"
+            self.lost[what] = self.lost.get(what, 0) + int(np.sum(~is_finite))
 
     # -- what the table holds ------------------------------------------------------------------------
 
@@ -504,7 +532,7 @@ class TieredTable:
             some = slots[start : start + FETCHED_AT_ONCE].astype(np.int32)
             wanted = self._padded(some, padded_size(len(some)))
             rows = _gathered(copy, jax.device_put(wanted, copy.sharding))
-            parts.append(np.asarray(rows)[: len(some)])
+            parts.append(jax.device_get(rows)[: len(some)])
         return np.concatenate(parts)
 
     def save(self, about: Mapping[str, Any] | None = None, *, keep: Collection[int] = ()) -> int:
@@ -512,7 +540,8 @@ class TieredTable:
 
         Call it between batches: rows are saved as the last trained batch left them, and batches that are
         being prepared continue. `about` is metadata, which `saved` returns when the table is opened again.
-        Commits that `keep` names stay beside the newest ones.
+        Commits that `keep` names stay beside the newest ones. Raises RuntimeError, and commits nothing, if a
+        row holds a value that is not finite (`lost`).
         """
         self._arrivals.wait(self._placed, self._clock)
         for tier, take in ((self._in_ram, self._ram.__getitem__), (self._on_device, self._fetched)):
@@ -523,8 +552,13 @@ class TieredTable:
                 mine = slots[self._share.owned(tier.ids[slots])]
             for start in range(0, len(mine), FETCHED_AT_ONCE):
                 some = mine[start : start + FETCHED_AT_ONCE]
-                self.store.put(tier.ids[some], take(some).view(np.uint64))
+                self._to_disk(tier.ids[some], take(some))
             tier.dirty[slots] = False
+        if self.lost:
+            raise RuntimeError(
+                f"rows hold values that are not finite, so they are not committed: {self.lost}. Open the "
+                "table again; it is as it was saved last."
+            )
         return self.store.commit({**self.about, "with": dict(about or {})}, keep=keep)
 
 

@@ -272,7 +272,7 @@ class Engine:
         """
         programs = self.programs
         return StepMetrics.unpacked(
-            np.asarray(packed), programs.aux_names, len(programs.param_groups)
+            jax.device_get(packed), programs.aux_names, len(programs.param_groups)
         )
 
     # -- compiling ahead -------------------------------------------------------------------------

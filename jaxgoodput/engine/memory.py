@@ -1,6 +1,9 @@
 """Memory that a compiled program needs, by XLA's own analysis, and memory that a device has."""
 
 import os
+import pathlib
+import resource
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -8,6 +11,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxgoodput.goodput.memory import StepBytes
+from jaxgoodput.parallel.move import MoveDoesNotFit
+
+# What Linux keeps a container's limit in, by versions of control groups.
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+class OutOfMemory(MemoryError):
+    """A device or the host had too little memory; the message says for what, and what needs less."""
 
 
 def step_bytes(executable: jax.stages.Compiled) -> StepBytes:
@@ -24,7 +35,8 @@ def device_budget(device: Any, *, num_local_devices: int, stated: int | None, ma
     """Return the bytes that a step may use on `device`.
 
     `stated` (bytes) wins. Otherwise it is the backend's own limit or, if it reports none (CPU), an equal
-    share of half the host's memory; less the fraction `margin` for memory that XLA does not count.
+    share of half the memory that the process may use; less the fraction `margin` for memory that XLA does not
+    count.
     """
     if stated is not None:
         if stated <= 0:
@@ -35,9 +47,39 @@ def device_budget(device: Any, *, num_local_devices: int, stated: int | None, ma
         return stated
     reported = (device.memory_stats() or {}).get("bytes_limit")
     if reported is None:
-        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        reported = host // 2 // num_local_devices
+        reported = host_bytes() // 2 // num_local_devices
     return int(reported * (1 - margin))
+
+
+def host_bytes() -> int:
+    """Return the memory that this process may use: the host's, or the limit of its container or shell."""
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_limits()])
+
+
+def _limits() -> Iterator[int]:
+    """Yield the limits that are set on this process, by its container and by `ulimit -v`."""
+    for name in _CGROUP_LIMITS:
+        path = pathlib.Path(name)
+        text = path.read_text().strip() if path.is_file() else "max"
+        if text != "max":
+            yield int(text)
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        yield soft
+
+
+def shortage_in(error: BaseException | None) -> str | None:
+    """Return what an error says of memory that ran out, on a device or the host; None for other errors."""
+    while error is not None:
+        if isinstance(error, OutOfMemory | MoveDoesNotFit):
+            return None  # it is explained already
+        text = str(error).partition("\n")[0]
+        if isinstance(error, MemoryError):
+            return text or "the host has no memory left"
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in text:
+            return text
+        error = error.__cause__
+    return None
 
 
 def least(budget: int) -> int:

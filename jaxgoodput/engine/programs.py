@@ -31,7 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree
 
-from jaxgoodput._jax import set_priorities
+from jaxgoodput._jax import looks_for, set_priorities
 from jaxgoodput.engine import step as pure
 from jaxgoodput.engine.state import StepMetrics, Sums, TrainState, cast, split
 from jaxgoodput.engine.traces import Traces
@@ -250,9 +250,10 @@ class Programs(abc.ABC):
     def rehearsals(self, *, accumulate: bool) -> tuple[int, ...]:
         """Return the batches to rehearse, each as the number of micro-batches before its last one.
 
-        There are none if several processes would have to run the collectives together.
+        There are none if several processes would have to run the collectives together, or if JAX would report
+        what is not finite for zeros.
         """
-        if self.layout.mesh.is_multi_process:
+        if self.layout.mesh.is_multi_process or looks_for():
             return ()
         return (0, 2) if accumulate else (0,)
 

@@ -66,16 +66,16 @@ class RowProblem(pure.Problem):
         return WithRows(own=super().mask(params.own), rows=dict.fromkeys(params.rows, True))
 
     def preconditioner(self, opt_state: PyTree, kept: PyTree) -> PyTree | None:
-        """Return what the optimizers divide gradients by, for parameters and rows."""
+        """Return what the optimizers multiply gradients by, for parameters and rows."""
         if not isinstance(kept, WithRows):
             return super().preconditioner(opt_state, kept)
         own = super().preconditioner(opt_state, kept.own)
         if not self.preconditioned:
             return None
-        if own is None:  # the dense optimizer does not divide, the tables' own do
+        if own is None:  # the dense optimizer takes them as they are, the tables' own do not
             own = jax.tree.map(lambda x: jnp.ones(x.shape), kept.own)
         assert self.divisors is not None
-        return WithRows(own=own, rows=self.divisors)
+        return WithRows(own=own, rows=jax.tree.map(lambda x: 1 / x, self.divisors))
 
     def apart(self, norms_of: Callable[[pure.Pick], T]) -> T:
         """Return the norms of all leaves; tables come last, with rows read often and others apart."""

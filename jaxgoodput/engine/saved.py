@@ -197,7 +197,7 @@ class HostLeaf:
         for shard in x.addressable_shards:
             start = tuple(part.indices(n)[0] for part, n in zip(shard.index, x.shape, strict=True))
             if start not in pieces:
-                pieces[start] = np.array(shard.data)
+                pieces[start] = np.array(jax.device_get(shard.data))
         return cls(LeafKind.of(x), pieces)
 
     def at(self, index: Any) -> np.ndarray:

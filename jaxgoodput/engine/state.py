@@ -193,7 +193,8 @@ class Sums:
         the samples so that it keeps its weight, and with new streams of random numbers.
         """
         share = jnp.floor(self.samples / num_replicas)
-        share += replica < self.samples - share * num_replicas
+        rest = self.samples - share * num_replicas
+        share += (replica.astype(rest.dtype) < rest).astype(share.dtype)
         held = jax.tree.map(lambda x: jnp.where(replica == 0, x, jnp.zeros_like(x)), self._added())
         added = {**held, "samples": share}
         return Sums(**added, calls=self.calls, model_state=self.model_state)
@@ -257,7 +258,7 @@ def host_copy(x: Array, dtype: DTypeLike | None = None) -> Any:
         assert isinstance(x.sharding, NamedSharding)
         whole = NamedSharding(x.sharding.mesh, PartitionSpec())
         x = jax.jit(_same, out_shardings=whole)(x).addressable_data(0)
-    host = np.array(x, dtype)  # a copy: on CPU, NumPy would share the buffer
+    host = np.array(jax.device_get(x), dtype)  # a copy: on CPU, NumPy would share the buffer
     host.flags.writeable = False
     return host
 
@@ -280,7 +281,7 @@ class StepMetrics(Generic[Number]):
     loss: Number
     """Loss of the whole batch, per unit of weight."""
     weight: Number
-    """Loss weight of the whole batch; minus infinity if a sample's is negative."""
+    """Loss weight of the whole batch; negative if a sample's is."""
     grad_norm: Number
     """Norm of the averaged gradient of the whole batch."""
     is_finite: Number
@@ -331,6 +332,7 @@ _KINDS = StepMetrics[type](
     **dict.fromkeys(("num_skipped", "skipped_in_a_row", "num_samples", "num_groups"), int),
     is_finite=bool,
     noise=NoiseReadout(
+        known=bool,
         **dict.fromkeys(("group_sqr", "group_var"), np.ndarray),
         **dict.fromkeys(("sqr", "var", "seen_groups", "num_samples", "newest_samples"), float),
     ),

@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, PyTree
 
+from jaxgoodput._pytree import wide_dtype
 from jaxgoodput.engine import norm_layers
 from jaxgoodput.engine.gradients import swapped_value_and_grad
 from jaxgoodput.engine.state import (
@@ -51,6 +52,8 @@ Pick = Callable[[PyTree, float], PyTree]
 LossAndState = Callable[..., tuple[Array | Loss, PyTree]]
 # Leaves of up to this many elements have their update computed twice, to check it before it is applied.
 SMALL = 2**14
+# The weight of a micro-batch with a negative one: no sum of others makes up for it.
+NEGATIVE = -1e30
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class Problem:
         return norms_of(lambda tree, fill: self.moving(tree))
 
     def preconditioner(self, opt_state: PyTree, kept: PyTree) -> PyTree | None:
-        """Return what the optimizer divides gradients by; None if noise is measured without it."""
+        """Return what the optimizer multiplies gradients by; None if noise is measured without it."""
         if not self.preconditioned:
             return None
         return noise.preconditioner(opt_state, kept, by_leaf=self.moments)
@@ -157,9 +160,7 @@ def first_average(problem: Problem, params: PyTree) -> PyTree:
         return None
     kept, _ = split(params, problem.mask(params))
     # In bfloat16 an average would not move: its steps are a thousandth of its value.
-    return jax.tree.map(
-        lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True), kept
-    )
+    return jax.tree.map(lambda x: jnp.array(x, wide_dtype(x.dtype), copy=True), kept)
 
 
 def _averaged(problem: Problem, ema: PyTree, kept: PyTree, before: PyTree, after: PyTree) -> PyTree:
@@ -173,7 +174,7 @@ def _averaged(problem: Problem, ema: PyTree, kept: PyTree, before: PyTree, after
         return None
     rate, made = math.log(problem.ema), adaptation.progress_between(before, after)
     share = jnp.expm1(rate * made) / jnp.expm1(rate * adaptation.progress(after))
-    return jax.tree.map(lambda a, x: a + share.astype(a.dtype) * (x - a), ema, kept)
+    return jax.tree.map(lambda a, x: a + share.astype(a.dtype) * (x.astype(a.dtype) - a), ema, kept)
 
 
 def own_specs(problem: Problem) -> tuple[tuple[str, PartitionSpec], ...]:
@@ -266,8 +267,8 @@ def _weighted(out: Array | Loss, mask: Array) -> tuple[Array, Array, dict[str, A
     if isinstance(out, Loss):
         aux = {name: total(value) for name, value in out.aux.items()}
         negative = jnp.any(jnp.where(mask > 0, jnp.asarray(out.weight), 0.0) < 0)
-        # Minus infinity stays in every sum, so the update is refused and reports why.
-        return whole(out.sum), jnp.where(negative, -jnp.inf, whole(out.weight)), aux
+        # It outweighs every sum, so the update is refused and reports why.
+        return whole(out.sum), jnp.where(negative, NEGATIVE, whole(out.weight)), aux
     return total(out), samples, {}
 
 
@@ -522,8 +523,11 @@ def update(
     """
     kept, rest = split(state.params, problem.mask(state.params))
     weight = jnp.maximum(total.weight, 1e-30)
-    loss = total.loss / weight
+    # A batch without weight is reported as one, not as whatever its gradient is divided by nothing.
+    has_none = total.weight <= 0
+    loss = jnp.where(has_none, 0.0, total.loss / weight)
     norm_sqr = jnp.sum(noise.squared_norms(total.grads) / weight**2)
+    norm_sqr = jnp.where(has_none, 0.0, norm_sqr)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm_sqr) & (total.weight > 0)
     sample = _noise_sample(problem, state, kept, total, weight) if measure else None
     # Times the reciprocal: XLA fuses a product into both of its uses, but writes a quotient to memory.

@@ -22,27 +22,29 @@ PerGroup: TypeAlias = Annotated[Any, tuple[float, ...]]
 class GradParams:
     """The two moments of the gradient that decide the batch, both at the base batch size.
 
-    Scalars, or arrays of one shape. NaN means unknown: the worth of every batch except the base is then
-    unknown.
+    Scalars, or arrays of one shape. If they are unknown, so is the worth of every batch except the base.
     """
 
     sqr: Numeric
     """Squared norm of the expected gradient."""
     var: Numeric
     """Trace of the covariance of the gradient of one base batch."""
+    known: Any = True
+    """Whether enough was measured. If False, JAX arrays hold finite placeholders, because programs must not
+    compute with NaN; Python and numpy values are NaN."""
 
 
 @struct
 class GradGroups:
-    """The two moments of every group of parameters, at the base batch size.
-
-    Arrays `[groups]`; NaN means unknown.
-    """
+    """The two moments of every group of parameters, at the base batch size, as arrays `[groups]`."""
 
     sqr: PerGroup
     """Squared norm of the group's expected gradient, which is its share of the progress of training."""
     var: PerGroup
     """Trace of the covariance of the group's gradient of one base batch."""
+    known: Any = True
+    """Whether enough was measured, a scalar. If False, JAX arrays hold finite placeholders; numpy arrays are
+    NaN."""
 
 
 Grad: TypeAlias = GradParams | GradGroups
@@ -50,7 +52,13 @@ Grad: TypeAlias = GradParams | GradGroups
 
 def is_known(grad: Grad) -> bool:
     """Return whether every moment is known. Host values only."""
-    return bool(np.isfinite(grad.sqr).all() and np.isfinite(grad.var).all())
+    finite = np.isfinite(grad.sqr).all() and np.isfinite(grad.var).all()
+    return bool(finite and np.all(grad.known))
+
+
+def _or_nan(value: Numeric, known: Any) -> Numeric:
+    """Return `value`, or NaN if the moments that it was computed from are not `known`."""
+    return value if known is True else namespace(value, known).where(known, value, np.nan)
 
 
 def gain(grad: Grad, scale: Numeric) -> Numeric:
@@ -69,7 +77,8 @@ def gain(grad: Grad, scale: Numeric) -> Numeric:
     # Written with `<=`, because a NaN must stay a NaN and not become the best or the worst answer.
     degenerate = denominator <= 0
     ratio = (grad.var + grad.sqr) / xp.where(degenerate, 1.0, denominator)
-    return xp.where(degenerate | (xp.asarray(scale) == 1), 1.0, ratio)
+    worth = _or_nan(xp.where(degenerate, 1.0, ratio), grad.known)
+    return xp.where(xp.asarray(scale) == 1, 1.0, worth)
 
 
 def efficiency(grad: Grad, scale: Numeric) -> Numeric:
@@ -93,7 +102,8 @@ def efficiency(grad: Grad, scale: Numeric) -> Numeric:
     mean = xp.sum(grad.sqr * each, axis=-1) / xp.where(signal > 0, signal, 1.0)
     pooled = efficiency(GradParams(sqr=signal, var=xp.sum(grad.var, axis=-1)), scale)
     # Written with `<=`, because a NaN must stay a NaN.
-    return xp.where(scale == 1, 1.0, xp.where(signal <= 0, pooled, mean))
+    worth = _or_nan(xp.where(signal <= 0, pooled, mean), grad.known)
+    return xp.where(scale == 1, 1.0, worth)
 
 
 def noise_scale(grad: Grad, base_batch_size: Numeric) -> Numeric:
@@ -113,7 +123,7 @@ def noise_scale(grad: Grad, base_batch_size: Numeric) -> Numeric:
     silent = xp.asarray(grad.sqr) <= 0
     each = xp.where(silent, xp.inf, grad.var / xp.where(silent, 1.0, grad.sqr) * base_batch_size)
     if not isinstance(grad, GradGroups):
-        return each
+        return _or_nan(each, grad.known)
     signal = xp.sum(grad.sqr, axis=-1)
     share = grad.sqr / xp.where(signal > 0, signal, 1.0)
     # Bisection in the logarithm, between the smallest and the largest noise scale of a group.
@@ -127,4 +137,5 @@ def noise_scale(grad: Grad, base_batch_size: Numeric) -> Numeric:
         worth = xp.sum(share * sizes / (sizes + xp.exp(middle)[..., None]), axis=-1)
         low, high = xp.where(worth > 0.5, middle, low), xp.where(worth > 0.5, high, middle)
     # Adding `0 * signal` makes the result NaN if the moments of any group are NaN.
-    return xp.where(signal <= 0, xp.inf, xp.exp((low + high) / 2) + 0 * signal)
+    size = xp.where(signal <= 0, xp.inf, xp.exp((low + high) / 2) + 0 * signal)
+    return _or_nan(size, grad.known)

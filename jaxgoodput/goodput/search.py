@@ -7,10 +7,11 @@ ladder of sizes. The number of micro-batches is only a loop count, so every numb
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from jaxgoodput._serial import Count, Remedy, typed
 from jaxgoodput.goodput.efficiency import efficiency
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import (
@@ -21,6 +22,8 @@ from jaxgoodput.goodput.perf import (
 )
 
 MAX_SIZES = 13  # sizes of the common ladder; a placement adds at most three of its own
+_BASE = "Give the global batch size that the learning rate was tuned for."
+_MICRO = "Give the smallest and the largest micro-batch, such as (8, 64)."
 RATIO = 1.42  # between sizes: being half of that off the optimum costs less than 1 % (log-concave goodput)
 
 
@@ -50,6 +53,7 @@ class BatchConfig:
         return self.num_replicas * self.micro_batch_size * self.num_micro_batches
 
 
+@typed
 @dataclass(frozen=True, kw_only=True)
 class BatchLimits:
     """The batches that the user allows, in samples. No step ever uses another one.
@@ -57,36 +61,28 @@ class BatchLimits:
     Raises ValueError if the limits contradict each other.
     """
 
-    base: int
+    base: Annotated[Count, Remedy(_BASE)]
     """Global batch size that the learning rate was tuned for."""
-    max: int
+    max: Count
     """Largest global batch size."""
-    micro: tuple[int, int] | None = None
+    micro: Annotated[tuple[Count, Count], Remedy(_MICRO)] | None = None
     """Smallest and largest micro-batch, in samples per replica; None for any that fits into memory."""
-    min_global: int | None = None
+    min_global: Count | None = None
     """Smallest global batch size; None for `base`."""
-    max_micro_batches: int = 16
+    max_micro_batches: Annotated[Count, Remedy("1 means no gradient accumulation.")] = 16
     """Largest number of micro-batches per update; 1 means no gradient accumulation."""
-    sizes: tuple[int, ...] | None = None
+    sizes: tuple[Count, ...] | None = None
     """Micro-batch sizes to use; None for a geometric ladder."""
 
     def __post_init__(self):
         low, high = self.span
-        swap = "Swap the two." if low > high >= 1 else "Start at 1 or more."
-        smallest = self.base if self.min_global is None else self.min_global
         sizes = (low,) if self.sizes is None else self.sizes
         rules = {
-            f"base={self.base} is not a batch size; give the global batch size that the learning rate "
-            "was tuned for, at least 1.": self.base >= 1,
             f"max={self.max} is below base={self.base}: the base batch itself would not be allowed. "
             "Raise max or lower base.": self.max >= self.base,
-            f"micro={self.micro} must be (smallest, largest) with 1 <= smallest <= largest. {swap}": (
-                1 <= low <= high
-            ),
-            f"min_global={self.min_global} must lie between 1 and max={self.max}; leave it out to stay "
-            "at the base batch or above.": 1 <= smallest <= self.max,
-            f"max_micro_batches={self.max_micro_batches} must be at least 1; 1 means no gradient "
-            "accumulation.": self.max_micro_batches >= 1,
+            f"micro={self.micro} must be (smallest, largest). Swap the two.": low <= high,
+            f"min_global={self.min_global} is above max={self.max}; leave it out to stay at the base batch "
+            "or above.": self.smallest <= self.max,
             f"sizes={self.sizes} must be increasing, without repeats and not empty; leave it out for a "
             "geometric ladder.": sizes and list(sizes) == sorted(set(sizes)),
             f"sizes={self.sizes} goes beyond micro={self.micro}. Widen micro or drop the sizes outside it.": (

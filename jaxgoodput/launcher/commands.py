@@ -10,12 +10,35 @@ from jaxgoodput._commands import (
     Commands,
     OneOf,
     argument,
+    at_least,
+    file,
     number,
     port,
     switch,
     text,
     wrong,
 )
+
+
+def _span(text: str) -> tuple[int, int]:
+    """Parse MIN:MAX, or one number, as an argparse type."""
+    least, _, most = text.partition(":")
+    try:
+        found = at_least(1)(least), at_least(1)(most or least)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, as MIN:MAX or one number") from None
+    if found[0] > found[1]:
+        raise argparse.ArgumentTypeError(f"{text}: give MIN:MAX with MIN <= MAX, or one number")
+    return found
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Parse different numbers I,J,..., as an argparse type."""
+    found = tuple(map(at_least(0), text.split(",")))
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text} has a number twice; give different ones, I,J,...")
+    return found
+
 
 # fmt: off
 _NUM_PROCESSES = number("--nproc-per-node", "N", 1, "processes per host (default: 1 with --nnodes)")
@@ -33,7 +56,7 @@ _SECRET = switch("--secret-stdin", help=argparse.SUPPRESS)
 _ELASTIC = (
     text("--hosts", "A,B,...", "hosts, as the remote shell names them; all see the script in the same folder "
          "(default: this machine)"),
-    text("--hostfile", "FILE", "file with one host per line, instead of --hosts"),
+    text("--hostfile", "FILE", "file with one host per line, instead of --hosts", type=file),
     number("--local-hosts", "K", 0, "simulate K hosts on this machine; 0 if every host joins with "
            "`jaxgoodput agent` (default: 1 if no hosts are named)"),
     number("--hosts-per-group", "K", 1, "hosts that share one copy of the model, split as Config.strategies "
@@ -58,7 +81,7 @@ _ELASTIC = (
 
 _RUN = (
     text("--nnodes", "MIN:MAX", "fewest and most hosts that the job can run with; or one number, for "
-         "exactly that many"),
+         "exactly that many", type=_span),
     _NUM_PROCESSES,
     _NUM_DEVICES,
     number("--max-restarts", "K", 0, "restarts after a crash, or after exit code 143 without a stop "
@@ -74,7 +97,7 @@ _AGENT = (
     _NUM_PROCESSES,
     _NUM_DEVICES,
     text("--local-devices", "I,J,...", "this host's devices for its processes, with --devices-per-process "
-         "(default: from device 0)"),
+         "(default: from device 0)", type=_numbers),
     _GRACE,
     _SILENT,
     _RECONNECT,
@@ -174,9 +197,7 @@ def _run_elastic(options, command: list[str], parser: argparse.ArgumentParser) -
     from jaxgoodput.launcher.supervise import UsageError
 
     _require_consistent(options, parser)
-    least, _, most = options.nnodes.partition(":")
-    if not (least.isdigit() and (most or least).isdigit()):
-        parser.error(f"--nnodes {options.nnodes}: give MIN:MAX, or one number")
+    least, most = options.nnodes
     # A coordinator that is started again is found only if its port is known in advance.
     has_port = (options.rdzv_endpoint or ":0").rpartition(":")[2] != "0"
     names = ("rsh", "join_s", "admit_every_s", "silent_s", "exclude_slow", "exclude_s")
@@ -188,8 +209,8 @@ def _run_elastic(options, command: list[str], parser: argparse.ArgumentParser) -
                 "reconnect_s": 60.0 if has_port else 0.0,
                 **_set(options, "local_hosts", "max_restarts", "reconnect_s", *names),
             },
-            least=int(least),
-            most=int(most or least),
+            least=least,
+            most=most,
             slots=options.nproc_per_node or 1,
             hosts_per_group=options.hosts_per_group,
             devices_per_process=options.devices_per_process,
@@ -216,18 +237,30 @@ def _require_consistent(options, parser: argparse.ArgumentParser) -> None:
 
 def _hosts(options) -> tuple[str, ...]:
     """Return the names in --hosts or --hostfile. Raises UsageError if the one given names no host."""
-    from jaxgoodput.launcher.elastic.hosts import read_host_file
     from jaxgoodput.launcher.supervise import UsageError
 
     if options.hostfile is not None:
-        hosts = read_host_file(pathlib.Path(options.hostfile).read_text())
-        given = f"--hostfile {options.hostfile}"
+        hosts, given = _in_file(options.hostfile), f"--hostfile {options.hostfile}"
+    elif options.hosts is not None:
+        hosts, given = options.hosts.split(","), f"--hosts {options.hosts!r}"
     else:
-        hosts = [host for host in (options.hosts or "").split(",") if host]
-        given = f"--hosts {options.hosts!r}"
-    if not hosts and (options.hostfile, options.hosts) != (None, None):
+        return ()
+    hosts = [host for host in hosts if host]
+    if not hosts:
         raise UsageError(f"{given} names no host")
+    if twice := sorted({host for host in hosts if hosts.count(host) > 1}):
+        raise UsageError(f"{given}: {', '.join(twice)} is there twice. Name each host once.")
     return tuple(hosts)
+
+
+def _in_file(path: pathlib.Path) -> list[str]:
+    from jaxgoodput.launcher.elastic.hosts import read_host_file
+    from jaxgoodput.launcher.supervise import UsageError
+
+    try:
+        return read_host_file(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--hostfile {path} cannot be read: {error}") from None
 
 
 def _set(options, *names: str) -> dict[str, Any]:
@@ -237,18 +270,13 @@ def _set(options, *names: str) -> dict[str, Any]:
 
 def _local_devices(options, parser: argparse.ArgumentParser) -> tuple[int, ...] | None:
     listed = options.local_devices
-    if listed is None:
-        return None
-    words = listed.split(",")
     needed = (options.nproc_per_node or 1) * (options.devices_per_process or 0)
-    if not all(word.isdigit() for word in words) or len(set(words)) < len(words):
-        parser.error(f"--local-devices {listed}: give different numbers of devices, I,J,...")
-    if len(words) != needed:
+    if listed is not None and len(listed) != needed:
         parser.error(
-            f"--local-devices {listed} names {len(words)} devices, but --nproc-per-node processes with "
+            f"--local-devices names {len(listed)} devices, but --nproc-per-node processes with "
             f"--devices-per-process devices each take {needed}"
         )
-    return tuple(map(int, words))
+    return listed
 
 
 def _agent(options, command: list[str], parser: argparse.ArgumentParser) -> int:

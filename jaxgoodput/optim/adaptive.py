@@ -13,7 +13,8 @@ rule that depends on noise gives a factor of exactly 1, apart from the correctio
 The factor starts at 1. It grows by at most `max_gain_growth` per update, because momentum remembers about ten
 smaller steps and a sudden jump would act on all of them; it may fall at once.
 
-The moments in `grad` are cautious: unknown at first, and later off by some standard errors to the safe side.
+The moments in `grad` are cautious: not `known` at first (`learning_rate.cautious`), and later off by some
+standard errors to the safe side.
 Without labels they describe a single group that is worth as much, at this scale, as all groups of parameters
 together. With labels they are the pooled moments of the label.
 
@@ -35,21 +36,22 @@ are converted to expected decreases of the loss by an update, norm times step si
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, PyTree
 
-from jaxgoodput._pytree import PackedTree, struct
+from jaxgoodput._pytree import PackedTree, struct, wide_dtype
 from jaxgoodput.goodput.efficiency import GradGroups, GradParams
 from jaxgoodput.optim import memory
 from jaxgoodput.optim import noise as noises
 from jaxgoodput.optim.learning_rate import LeafRules, Rule, adascale
+from jaxgoodput.optim.learning_rate import cautious as cautious_moments
 from jaxgoodput.optim.noise import Labels, NoiseSample, NoiseState
 from jaxgoodput.optim.traced import (
     Clocks,
@@ -220,7 +222,9 @@ class _Adaptive:
             base_batches_rest=jnp.zeros(()),
             unmeasured=jnp.zeros(()),
         )
-        return AdaptiveState(inner=self.tx.init(params), own=PackedTree.of(own))
+        with jax.numpy_dtype_promotion("standard"):  # as in `update`
+            inner = self.tx.init(params)
+        return AdaptiveState(inner=inner, own=PackedTree.of(own))
 
     def update(
         self,
@@ -252,10 +256,13 @@ class _Adaptive:
             "progress": (own.progress, own.progress_rest),
             "samples": (own.base_batches, own.base_batches_rest),
         }
-        paths = self._clocks_in(updates, params, extra).steady
-        before = with_counts_at(state.inner, paths, _whole(*clocks[self.schedules]))
-        scaled, inner = self.tx.update(updates, before, params, **extra)
-        scaled = jax.tree.map(lambda u, i: (factors[i] * u).astype(u.dtype), scaled, factor_of_leaf)
+        with jax.numpy_dtype_promotion(
+            "standard"
+        ):  # optax's adam and schedules fail under "strict"
+            paths = self._clocks_in(updates, params, extra).steady
+            before = with_counts_at(state.inner, paths, _whole(*clocks[self.schedules]))
+            scaled, inner = self.tx.update(updates, before, params, **extra)
+        scaled = jax.tree.map(lambda u, i: _times(factors[i], u), scaled, factor_of_leaf)
         if self.long_averages:
             done = own.progress + own.progress_rest
             inner = memory.by_progress(before, inner, self.long_averages, done, progressed)
@@ -336,7 +343,7 @@ class _Adaptive:
 
         def seen(values: tuple[Any, ...], default: Any) -> Array:
             tree = jax.tree.unflatten(structure, (*values, *(default,) * num_others))
-            return jnp.asarray(jax.tree.leaves(self.seen(tree)))
+            return jnp.asarray(jax.tree.leaves(self.seen(tree)), noise.large_sqr.dtype)
 
         scale = noise.num_samples / self.base_batch_size
         spare = jnp.maximum(noise.num_groups - 1, 1)
@@ -394,6 +401,7 @@ class _Adaptive:
         else:
             grad = noises.cautious_grad_params(own.noise, per_group=True, **cautious)
         rated = scale if self.shrinks else jnp.maximum(scale, 1)
+        grad = cautious_moments(rated, grad)
         num_labels = own.noise.current.sqr.size - 1
         over_labels = {"in_axes": (None, 0, None), "axis_size": num_labels}
         gains: Any = None
@@ -412,7 +420,7 @@ class _Adaptive:
         wanted = jnp.concatenate(wanted)
         # The growth is limited from 1, not from the last gain if that is smaller: a warm-up starts at 0.
         factors = jnp.minimum(wanted, jnp.maximum(own.gain, 1) * self.max_gain_growth)
-        held_back = jnp.mean(jnp.where(wanted > 0, factors / wanted, 1))
+        held_back = jnp.mean(jnp.where(wanted > 0, factors / jnp.where(wanted > 0, wanted, 1), 1))
         progressed = worth * held_back
         second_moment, moment_weight = self._moments_after(own, parts, gains, worth, held_back)
         return factors, progressed, second_moment, moment_weight
@@ -579,12 +587,14 @@ class NoiseReadout(Generic[Number]):
     """Squared norm of the mean gradient, a plain average."""
     var: Number
     """Trace of the gradient's covariance at the base batch size, a plain average."""
+    known: Number
+    """Whether enough is known of the groups for decisions, a bool."""
     group_sqr: Any
-    """Signal of each group for decisions, `[groups]`; NaN if unknown."""
+    """Signal of each group for decisions, `[groups]`; anything finite unless `known`."""
     group_var: Any
-    """Noise of each group for decisions, `[groups]`; NaN if unknown."""
+    """Noise of each group for decisions, `[groups]`; anything finite unless `known`."""
     seen_groups: Number
-    """Number of groups whose signal is above its own standard error."""
+    """Number of groups whose signal is above its own standard error; 0 unless `known`."""
     num_samples: Number
     """Number of noise samples in the trusted averages."""
     newest_samples: Number
@@ -596,19 +606,23 @@ class NoiseReadout(Generic[Number]):
         return GradParams(sqr=self.sqr, var=self.var)
 
     @property
-    def cautious(self) -> GradGroups:
-        """Moments by group of parameters for decisions, made by `noise.cautious_groups`."""
-        return GradGroups(sqr=self.group_sqr, var=self.group_var)
+    def cautious(self: "NoiseReadout[float]") -> GradGroups:
+        """Moments by group of parameters for decisions (`noise.cautious_groups`), NaN if unknown.
+
+        Host values only.
+        """
+        sqr, var = (np.where(self.known, x, np.nan) for x in (self.group_sqr, self.group_var))
+        return GradGroups(sqr=sqr, var=var, known=self.is_known)
 
     @property
     def is_known(self: "NoiseReadout[float]") -> bool:
         """Whether enough is known for decisions. Host values only."""
-        return not math.isnan(self.group_sqr[0])
+        return bool(self.known)
 
     @property
     def is_lower_bound(self: "NoiseReadout[float]") -> bool:
         """Whether no signal is above its own standard error, so that the noise scale may be any larger."""
-        return self.seen_groups == 0
+        return self.is_known and self.seen_groups == 0
 
 
 def readout(opt_state: PyTree) -> NoiseReadout[Array]:
@@ -618,6 +632,7 @@ def readout(opt_state: PyTree) -> NoiseReadout[Array]:
     return NoiseReadout(
         sqr=plain.sqr,
         var=plain.var,
+        known=cautious.known,
         group_sqr=cautious.sqr,
         group_var=cautious.var,
         seen_groups=noises.num_seen(state),
@@ -627,7 +642,7 @@ def readout(opt_state: PyTree) -> NoiseReadout[Array]:
 
 
 def _as_one(grad: GradGroups, scale: Array) -> GradParams:
-    """Return the moments of a single group with the same worth at this scale; NaN if any is unknown.
+    """Return the moments of a single group with the same worth at this scale.
 
     With shares s_i of the signal and noise scales n_i in base batches, its n follows from 1 / (n + scale) =
     sum_i s_i / (n_i + scale). This is exact and has no singularity at the base.
@@ -636,8 +651,14 @@ def _as_one(grad: GradGroups, scale: Array) -> GradParams:
     each = grad.var + scale * grad.sqr
     mean = jnp.sum(jnp.square(grad.sqr) / jnp.where(each == 0, 1, each))
     var = jnp.square(signal) / jnp.where(mean == 0, 1, mean) - scale * signal
-    # Written with `<=`, because a NaN must stay a NaN.
-    return GradParams(sqr=signal, var=jnp.where(mean <= 0, jnp.sum(grad.var), jnp.maximum(var, 0)))
+    var = jnp.where(mean <= 0, jnp.sum(grad.var), jnp.maximum(var, 0))
+    return GradParams(sqr=signal, var=var, known=jnp.asarray(grad.known))
+
+
+def _times(factor: Array, update: Array) -> Array:
+    """Return the product in the update's type, rounded once."""
+    wide = wide_dtype(factor.dtype, update.dtype)
+    return (factor.astype(wide) * update.astype(wide)).astype(update.dtype)
 
 
 def _add(total: Array, rest: Array, increment: Array) -> tuple[Array, Array]:

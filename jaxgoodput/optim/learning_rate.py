@@ -1,13 +1,16 @@
 """Learning-rate rules: the factor by which another batch size multiplies the tuned learning rate.
 
 A rule is a plain function `rule(scale, grad, progress) -> factor` of scalars, which JAX may trace. `scale` is
-batch / base batch, `grad` the gradient moments of one label (NaN = unknown), and `progress` the base steps
-done. At scale 1 every rule gives 1, except during `legw`'s warm-up.
+batch / base batch, `grad` the gradient moments of one label, and `progress` the base steps done. At scale 1
+every rule gives 1, except during `legw`'s warm-up.
 
 Rules that depend on noise never increase the learning rate while the moments are unknown. The factor is then
 1 above the base batch, and `scale` below it, which is right for pure noise and the smallest possible value.
+A rule of your own need not ask for this: while the moments are unknown (`grad.known` is False), it gets the
+moments of almost pure signal from the base batch on, and of almost pure noise below it (`cautious`).
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +20,22 @@ import jax.numpy as jnp
 from jaxgoodput.goodput.efficiency import GradParams, gain
 
 Rule = Callable[[Any, GradParams, Any], Any]
+_ALMOST_NONE = 1e-6  # of a moment, if the other one is 1
+
+
+def cautious(scale: Any, grad: GradParams) -> GradParams:
+    """Return the moments as a rule gets them: if unknown, some that give almost the smallest factor.
+
+    The larger moment is then 1 and the other one 1e-6, so a rule may divide by either. It is the signal from
+    the base batch on, and the noise below it.
+    """
+    dtype = jnp.asarray(grad.var).dtype
+    is_signal = jnp.asarray(scale) >= 1
+    sqr = jnp.where(is_signal, 1.0, _ALMOST_NONE).astype(dtype)
+    var = jnp.where(is_signal, _ALMOST_NONE, 1.0).astype(dtype)
+    return dataclasses.replace(
+        grad, sqr=jnp.where(grad.known, grad.sqr, sqr), var=jnp.where(grad.known, grad.var, var)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +75,7 @@ def adascale(scale: Any, grad: GradParams, progress: Any = 0.0) -> Any:
     sqr = jnp.maximum(jnp.asarray(grad.sqr), 0)
     # The floor is relative to sqr, because gradients may be small everywhere and still be all signal.
     var = jnp.maximum(jnp.maximum(jnp.asarray(grad.var), 1e-6 * sqr), 1e-30)
-    known = jnp.isfinite(sqr) & jnp.isfinite(var)
+    known = jnp.asarray(grad.known) & jnp.isfinite(sqr) & jnp.isfinite(var)
     worth = gain(GradParams(sqr=jnp.where(known, sqr, 1), var=jnp.where(known, var, 1)), scale)
     return jnp.where(known, worth, jnp.minimum(scale, 1.0))
 
@@ -85,7 +104,7 @@ def of_noise_share(share: float) -> Rule:
     """
 
     def rule(scale: Any, grad: GradParams, progress: Any) -> Any:
-        quiet = GradParams(sqr=grad.sqr, var=share * jnp.asarray(grad.var))
+        quiet = dataclasses.replace(grad, var=share * jnp.asarray(grad.var))
         by_itself = adascale(scale, quiet, progress)
         return adascale(scale, grad, progress) / jnp.sqrt(by_itself)
 

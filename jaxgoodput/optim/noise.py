@@ -8,9 +8,9 @@ pair
     sqr = (n T - L) / (n - 1)          trace = M (L - T) / (n - 1)
 
 (McCandlish et al. 2018, appendix A.1, for groups of unequal size; Pollux section 3.1). For
-optimizers that divide by P the norm is g' P^-1 g: an update -P^-1 g is plain SGD in coordinates
-P^(1/2) x, whose gradient is P^(-1/2) g. (AdaptDL takes |P^-1 g|^2, which is invariant under no
-change of coordinates.) `var` is the trace at the base batch size, trace / base.
+optimizers that multiply it by P the norm is g' P g: an update -P g is plain SGD in coordinates P^(-1/2) x,
+whose gradient is P^(1/2) g. (AdaptDL takes |P g|^2, which is invariant under no change of
+coordinates.) `var` is the trace at the base batch size, trace / base.
 
 A noise sample holds these norms for every leaf of the parameters. They are pooled by label for the learning
 rate, and by group (`leaf_groups`) for the worth of a larger batch.
@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num, PyTree
 
-from jaxgoodput._pytree import struct
+from jaxgoodput._pytree import struct, wide_dtype
 from jaxgoodput.goodput.efficiency import GradGroups, GradParams
 from jaxgoodput.optim.preconditioner import is_settled as is_settled
 from jaxgoodput.optim.preconditioner import preconditioner as preconditioner
@@ -62,9 +62,9 @@ class NoiseSample:
     """
 
     small_sqr: Leaf
-    """L = sum_i p_i g_i' P^-1 g_i, `[leaves]`, or pooled."""
+    """L = sum_i p_i g_i' P g_i, `[leaves]`, or pooled."""
     large_sqr: Leaf
-    """T = g' P^-1 g, `[leaves]`, or pooled."""
+    """T = g' P g, `[leaves]`, or pooled."""
     num_groups: Leaf
     """n, the number of gradient groups with weight above zero; a scalar."""
     num_samples: Leaf
@@ -266,7 +266,7 @@ def cautious_grad_params(
     average by f d and its standard error by as much.) So a single negative or extreme estimate cannot send
     the batch to its maximum.
 
-    Scalars, or `[groups]` with `per_group`. NaN (unknown) with fewer than `min_samples`. With
+    Scalars, or `[groups]` with `per_group`. Not `known` with fewer than `min_samples`. With
     `num_std_errors=0, min_samples=0` they are the plain averages.
     """
     averages = _trusted(state, min_samples)
@@ -276,17 +276,16 @@ def cautious_grad_params(
     sqr = jnp.maximum(averages.sqr[:-1], 0)
     sqr = jnp.append(sqr, sqr.sum()) + step * averages.sqr_deviation
     var = jnp.maximum(averages.var - step * averages.var_deviation, 0)
-    known = (count > 0) & (count >= min_samples)
-    sqr, var = jnp.where(known, sqr, jnp.nan), jnp.where(known, var, jnp.nan)
-    if per_group:
-        return GradParams(sqr=sqr[:-1], var=var[:-1])
-    return GradParams(sqr=sqr[-1], var=var[-1])
+    known = jnp.broadcast_to((count > 0) & (count >= min_samples), sqr.shape)
+    sqr, var = jnp.where(known, sqr, 0), jnp.where(known, var, 0)
+    one = slice(-1) if per_group else -1
+    return GradParams(sqr=sqr[one], var=var[one], known=known[one])
 
 
 def cautious_groups(
     state: NoiseState, num_std_errors: float = 1.0, *, min_samples: float = MIN_SAMPLES
 ) -> GradGroups:
-    """Return the moments of every group for decisions; NaN while unknown, as in `cautious_grad_params`.
+    """Return the moments of every group for decisions; `known` as in `cautious_grad_params`.
 
     The signal of a group may matter long before it stands out from its error. Embedding tables, which are
     nearly all noise, may hold most of what is left to learn; biases hold little. So the signal returned is an
@@ -305,7 +304,7 @@ def cautious_groups(
     signal = _expected(weight * averages.sqr[:-1], jnp.sqrt(weight) * error[:-1])
     known = (count > 0) & (count >= min_samples)
     return GradGroups(
-        sqr=jnp.where(known, signal, jnp.nan), var=jnp.where(known, var[:-1], jnp.nan)
+        sqr=jnp.where(known, signal, 0), var=jnp.where(known, var[:-1], 0), known=known
     )
 
 
@@ -331,12 +330,12 @@ def taken_for(grad: GradGroups, like: Averages) -> Averages:
 
 
 def num_seen(state: NoiseState) -> Scalar:
-    """Return how many groups have a signal above its own standard error; NaN while unknown."""
+    """Return how many groups have a signal above its own standard error; 0 while that is unknown."""
     averages = _trusted(state, MIN_SAMPLES)
     count = _count(averages)
     error = averages.sqr_deviation / _root(count)
     seen = jnp.sum((averages.sqr > error)[:-1].astype(error.dtype))
-    return jnp.where(count >= MIN_SAMPLES, seen, jnp.nan)
+    return jnp.where(count >= MIN_SAMPLES, seen, 0)
 
 
 def label_names(labels: Labels, tree: PyTree) -> tuple[str, ...]:
@@ -382,14 +381,14 @@ def leaf_groups(tree: PyTree) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def squared_norms(tree: PyTree, preconditioner: PyTree | None = None) -> Float[Array, " leaves"]:
-    """Return the squared 2-norm of every leaf; of g / P^(1/2) if a `preconditioner` P is given."""
+    """Return the squared 2-norm of every leaf; of P^(1/2) g if a `preconditioner` P is given."""
     return _inner_products([(tree, tree)], preconditioner, one_pass=True)[0]
 
 
 def products_of_two(
     x: PyTree, y: PyTree, preconditioner: PyTree | None = None, *, cut: bool = False
 ) -> tuple[Float[Array, " leaves"], Float[Array, " leaves"], Float[Array, " leaves"]]:
-    """Return x' P^-1 x, x' P^-1 y and y' P^-1 y of every leaf; `cut`: leaves are partitioned over devices."""
+    """Return x' P x, x' P y and y' P y of every leaf; `cut`: leaves are partitioned over devices."""
     first, both, second = _inner_products(
         [(x, x), (x, y), (y, y)], preconditioner, one_pass=not cut
     )
@@ -399,9 +398,9 @@ def products_of_two(
 def _inner_products(
     pairs: Sequence[tuple[PyTree, PyTree]], preconditioner: PyTree | None, *, one_pass: bool
 ) -> list[Float[Array, " leaves"]]:
-    """Return the inner products x' P^-1 y of every leaf, for each pair of trees.
+    """Return the inner products x' P y of every leaf, for each pair of trees.
 
-    `one_pass` makes a single pass over memory. Separate sums would write quotients to memory or compute them
+    `one_pass` makes a single pass over memory. Separate sums would write products to memory or compute them
     again, which takes a third of a small language model's step. Do not use it if leaves are partitioned: the
     compiler cannot partition such a joint sum, and would gather them.
     """
@@ -414,10 +413,7 @@ def _inner_products(
         real = {id(x): _real(x) for pair in both for x in pair}
         products = [real[id(x)] * real[id(y)] for x, y in both]
         if scale is not None:
-            factor = 1 / scale
-            products = [
-                x * (factor if x.ndim == factor.ndim else factor[..., None]) for x in products
-            ]
+            products = [x * (scale if x.ndim == scale.ndim else scale[..., None]) for x in products]
         for total, value in zip(sums, _sums(tuple(products), one_pass=one_pass), strict=True):
             total.append(value)
     return [jnp.stack(total) for total in sums]
@@ -441,7 +437,7 @@ def _real(x: Array) -> Array:
     """Return the array in float32 or wider, with complex numbers as two real parts on a last axis."""
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], -1)
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(wide_dtype(x.dtype))
 
 
 def differenced_sample(

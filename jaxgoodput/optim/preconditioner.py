@@ -1,4 +1,4 @@
-"""Finds the preconditioner of an adaptive optimizer, the divisor of its gradients, in nested states."""
+"""Finds the preconditioner of an adaptive optimizer, the factor of its gradients, in nested states."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
+
+from jaxgoodput._pytree import wide_dtype
 
 _ADAM_WARMUP = 5  # updates before a bias-corrected second moment is trusted (AdaptDL)
 
@@ -30,13 +32,13 @@ def preconditioner(
     eps: float = 1e-8,
     by_leaf: Sequence[MomentConstants] | None = None,
 ) -> PyTree | None:
-    """Return the divisor of the gradients, sqrt(second moment) + eps; None for SGD and its kin.
+    """Return the factor of the gradients, 1 / (sqrt(second moment) + eps); None for SGD and its kin.
 
     It finds the states of adam, adamw, nadam, lamb, amsgrad, adabelief, rmsprop and adagrad at any depth
     (chain, multi_transform, masked, inject_hyperparams, apply_if_finite). Leaves that are not covered get 1.
     So do all leaves in the first 5 updates of a bias-corrected moment, as in AdaptDL. An element whose second
-    moment is still 0 (a table row that no sample has read) has no scale yet. It gets infinity, which leaves
-    it out, because 1 / eps would outweigh everything else.
+    moment is still 0 (a table row that no sample has read) has no scale yet. It gets 0, which leaves it out,
+    because 1 / eps would outweigh everything else.
 
     optax stores neither b2 nor eps in its state, so pass yours, or `by_leaf` if leaves differ
     (`probe.moment_constants` finds them). If `inject_hyperparams` holds them, its values are used instead.
@@ -143,7 +145,7 @@ def _collect_scales(
     injected: Mapping[str, Any],
     found: dict[Any, Array],
 ) -> None:
-    """Add the divisor of each leaf, by path, from the adaptive states under `state` to `found`.
+    """Add the factor of each leaf, by path, from the adaptive states under `state` to `found`.
 
     If several cover a leaf, the first wins. `injected` constants replace the leaves' own.
     """
@@ -177,13 +179,13 @@ def _moment(state: Any) -> PyTree:
 
 
 def _scale(state: Any, x: Array, *, b2: Any, eps: Any) -> Array:
-    """Return what a leaf's gradient is divided by, from its second moment `x`."""
+    """Return the factor of a leaf's gradient, from its second moment `x`."""
     # Checked by field, because every tuple has a method called count.
     count: Any = state.count if "count" in state._fields else None
-    x = jnp.maximum(x.astype(jnp.promote_types(x.dtype, jnp.float32)), 0)
+    x = jnp.maximum(x.astype(wide_dtype(x.dtype)), 0)
     correction: Any = 1.0
     if count is not None and not isinstance(state, optax.ScaleByAmsgradState):
         correction = 1 - b2 ** jnp.maximum(count, 1).astype(x.dtype)
     # A sum instead of a choice, because XLA:CPU takes twice as long over a root in a branch.
-    found = jnp.sqrt(x / correction) + (eps + jnp.where(x > 0, 0.0, jnp.inf))
+    found = 1 / (jnp.sqrt(x / correction) + (eps + jnp.where(x > 0, 0.0, jnp.inf)))
     return (found if count is None else jnp.where(count < _ADAM_WARMUP, 1, found)).astype(x.dtype)

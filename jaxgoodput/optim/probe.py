@@ -175,10 +175,10 @@ def step_sizes(
 
         state, moved = jax.lax.scan(one, tx.init(start), length=NUM_ALTERNATING)
         scale = preconditioner(state, start, by_leaf=moments)
-        divisors = jnp.ones(num_leaves)
+        factors = jnp.ones(num_leaves)
         if scale is not None:
-            divisors = jnp.stack([jnp.mean(x) for x in jax.tree.leaves(scale)])
-        return moved[-1], divisors
+            factors = jnp.stack([jnp.mean(x) for x in jax.tree.leaves(scale)])
+        return moved[-1], 1 / jnp.where(factors > 0, factors, 1)
 
     @jax.jit
     def both() -> tuple[Array, Array]:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -23,6 +23,8 @@ from absl import logging
 from flax.core.spmd import logical_axis_rules
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxgoodput._serial import Conversion, typed
 
 DATA_AXIS, FSDP_AXIS, TENSOR_AXIS = "data", "fsdp", "tensor"
 CONTEXT_AXIS, EXPERT_AXIS, STAGE_AXIS = "context", "expert", "stage"
@@ -43,6 +45,7 @@ UNCUT = AbstractMesh((1,) * len(MESH_AXES), MESH_AXES, axis_types=(AxisType.Auto
 P = ParamSpec("P")
 T = TypeVar("T")
 Rule = tuple[str, PartitionSpec]
+_AS_SPEC = Conversion((list, tuple), lambda entries: PartitionSpec(*entries))
 Activation = tuple[str, str | tuple[str, ...] | None]
 
 # The axes that logical names of activations stand for, by the names that flax, T5X and MaxText use.
@@ -62,6 +65,7 @@ DEFAULT_ACTIVATIONS: tuple[Activation, ...] = tuple(
 )
 
 
+@typed
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """How a model is copied and cut over devices. One degree may be -1: the rest of the devices.
@@ -89,7 +93,7 @@ class Strategy:
     """Parts of the experts; every part computes its own samples."""
     stage: int = 1
     """Parts of a stack of layers, each on its own devices (`pipeline`)."""
-    rules: Sequence[Rule] = ()
+    rules: Sequence[tuple[str, Annotated[PartitionSpec, _AS_SPEC]]] = ()
     """(regex, PartitionSpec) pairs; the first whose regex is found in a parameter's path counts."""
     activations: Sequence[Activation] = ()
     """(logical name, mesh axis, tuple of axes or None) pairs, ahead of `DEFAULT_ACTIVATIONS`."""
@@ -108,13 +112,6 @@ class Strategy:
                 f"Strategy.title is {self.title!r}; it names files and charts and may have letters, digits "
                 "and _ . - only. Shorten it, or leave it empty for a name made of the degrees."
             )
-        # Lists, and plain tuples for specs, are accepted; the plan itself must be hashable.
-        rules = tuple((pattern, PartitionSpec(*spec)) for pattern, spec in self.rules)
-        object.__setattr__(self, "rules", rules)
-        activations = tuple(
-            (n, tuple(a) if isinstance(a, list) else a) for n, a in self.activations
-        )
-        object.__setattr__(self, "activations", activations)
 
     def _check_degrees(self) -> None:
         for axis, degree in self.degrees.items():
@@ -297,10 +294,10 @@ def _check_rule(pattern: str, spec: Iterable[Any]) -> None:
         re.compile(pattern)
     except re.error as error:
         raise ValueError(
-            f"the rule ({pattern!r}, {spec}) does not start with a regular expression: {error}. "
-            "It is searched for in paths such as 'layers/0/mlp/kernel'."
+            f"Strategy.rules: the rule ({pattern!r}, {spec}) does not start with a regular expression: "
+            f"{error}. It is searched for in paths such as 'layers/0/mlp/kernel'."
         ) from error
-    check_axes(spec, f"the rule ({pattern!r}, {spec})")
+    check_axes(spec, f"Strategy.rules: the rule ({pattern!r}, {spec})")
 
 
 def _check_activation(logical: str, entry: Any) -> None:

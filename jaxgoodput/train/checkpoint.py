@@ -4,6 +4,10 @@
 read, by their names in `TrainState`. `/meta` holds everything that the host knows (`CheckpointMeta`) as JSON.
 `Checkpoints` belongs to the run; `SavedCheckpoint` reads one of them for anyone who wants the model.
 
+A checkpoint is certified: before it is written, all values of the state were checked, and the metadata says
+so (`CheckpointMeta.lost`). Any other is never the newest or the best. The metadata also says of which step it
+is. The folder's name is only a label.
+
 If a save fails, training goes on, the older checkpoints stay, and the error is reported. A checkpoint is
 sealed with the checksums of its files before it gets its name. A checkpoint that is damaged is named in a
 warning and set aside, and the one before it is used.
@@ -18,6 +22,7 @@ another process, because that process may have failed.
 """
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -41,6 +46,7 @@ from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.fingerprint import Fingerprint
 from jaxgoodput.data.sources import StreamState
 from jaxgoodput.engine import saved as on_disk
+from jaxgoodput.engine.memory import shortage_in
 from jaxgoodput.engine.saved import Keys, LeafKind, describe, differences, keys_of, named
 from jaxgoodput.engine.state import TrainState, Variables
 from jaxgoodput.goodput.search import BatchConfig
@@ -52,8 +58,11 @@ from jaxgoodput.tune.timings import TimingRow
 T = TypeVar("T")
 
 
-VERSION = 3  # of the metadata
+VERSION = 4  # of the metadata
+DAMAGED = "damaged_checkpoints"  # folder beside "checkpoints", for damaged ones
+SPOILT = "spoilt_checkpoints"  # folder beside "checkpoints", for a state that failed its check
 TEMPORARY = "*.orbax-checkpoint-tmp*"  # folder name of a save that is not complete
+NO_SPACE = os.strerror(errno.ENOSPC)
 ELSEWHERE = "it failed in another process"
 OWN_STATE = ".opt_state.own"  # path of what `adaptive` adds to the optimizer's state
 OPTIMIZER_STATE = ".opt_state"
@@ -96,8 +105,17 @@ class CheckpointMeta:
     """Batch that the learning rate was tuned for."""
     tables: Mapping[str, int] = field(default_factory=dict)
     """Commit of every embedding table that belongs to this state."""
+    lost: Mapping[str, int] | None = None
+    """How many values of each leaf are no longer finite; {} if the state is good, None if not checked."""
+    began: Mapping[str, str] = field(default_factory=dict)
+    """The values that were not finite when the run began, as `Origin.packed` gives them."""
     version: int = VERSION
     """Version of the metadata."""
+
+    @property
+    def is_certified(self) -> bool:
+        """Whether all values of the state were checked and found good."""
+        return self.lost is not None and not self.lost
 
     @property
     def has_average(self) -> bool:
@@ -181,16 +199,24 @@ class Checkpoints:
     """The checkpoints of one workdir: saves, restores and deletes them.
 
     `spans` says that states lie on devices of several processes. `keep` is the number of newest checkpoints
-    to keep, or the full settings.
+    to keep, or the full settings. `folder` is the name of another folder for states that are not certified.
     """
 
-    def __init__(self, workdir: str, *, keep: int | Saving, spans: bool = False):
+    def __init__(
+        self,
+        workdir: str,
+        *,
+        keep: int | Saving,
+        spans: bool = False,
+        folder: str = "checkpoints",
+    ):
         self._root = pathlib.Path(workdir).resolve()
-        self._directory = self._root / "checkpoints"
+        self._directory = self._root / folder
         self._saving = Saving(keep=keep) if isinstance(keep, int) else keep
         self._spans = spans
         self._directory.mkdir(parents=True, exist_ok=True)
         self._notes: dict[int, Note] = {}  # by step, as far as known
+        self._steps: dict[int, int] = {}  # recorded steps by the numbers that folders are named by
         self._num_opened = 0
         self._together = False  # whether all processes share one manager
         self._has_failed = False  # whether the shared manager has failed in this process
@@ -221,7 +247,7 @@ class Checkpoints:
             return f"step {step}: {refusal}"
         meta = dataclasses.replace(meta, leaves=describe(state))
         # Noted before saving, because Orbax asks which steps to keep while it saves.
-        self._notes[step] = Note.of(meta, self._saving)
+        self._steps[step], self._notes[step] = step, Note.of(meta, self._saving)
         try:
             args = ocp.args.Composite(
                 state=ocp.args.StandardSave(self._outward(state)),  # pyright: ignore[reportCallIssue]
@@ -255,9 +281,9 @@ class Checkpoints:
         return error
 
     def newest(self) -> int | None:
-        """Return the newest step whose checkpoint is complete; None if there is none."""
+        """Return the newest step whose checkpoint is complete and certified; None if there is none."""
         # A folder gets its final name only when it is complete, checksums included.
-        return max(_steps_in(self._directory), default=None)
+        return max((x.step for x in labels_in(self._directory) if x.is_certified), default=None)
 
     def best(self) -> int | None:
         """Return the step with the best value of `Saving.best`; None if no checkpoint has one."""
@@ -265,7 +291,7 @@ class Checkpoints:
 
     def steps(self) -> set[int]:
         """Return the steps of all checkpoints, including the one that is being written."""
-        return {*_steps_in(self._directory), self._writing}
+        return {*(x.step for x in labels_in(self._directory)), self._writing}
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """Return whether an evaluation is better, by `Saving.best`, than all checkpoints.
@@ -283,6 +309,31 @@ class Checkpoints:
     def require_same_model(self, meta: CheckpointMeta, abstract: TrainState) -> None:
         """Raise WrongWorkdirError if the checkpoint of `meta` does not belong to the model of this state."""
         _require_same_model(self._directory / str(meta.step), meta, abstract)
+
+    def tidy(self) -> None:
+        """Name every folder by the step of its checkpoint, and move away what is not certified.
+
+        So no folder is in the way of a later step. The caller must hold the lock of the workdir.
+        """
+        if jax.process_index() != 0:
+            return
+        for label in labels_in(self._directory):
+            if label.is_certified is False:
+                self._move_away(label.folder, SPOILT)
+        right = folders_by_step(self._directory)
+        wrong = {step: x for step, x in right.items() if x.name != str(step)}
+        for step, folder in wrong.items():
+            logging.warning(
+                "the folder %s holds the checkpoint of step %d, and is renamed.", folder, step
+            )
+            # First out of each other's way. This name is a number, too, if the process ends here.
+            folder.rename(folder.with_name(f"0{folder.name}"))
+        for step, folder in wrong.items():
+            target = folder.with_name(str(step))
+            if target.exists():
+                self._move_away(target, DAMAGED)
+            folder.with_name(f"0{folder.name}").rename(target)
+        self._manager.reload()
 
     def remove_leftovers(self) -> None:
         """Delete the folders of interrupted saves; the caller must hold the lock of the workdir."""
@@ -304,14 +355,17 @@ class Checkpoints:
 
         Raises WrongWorkdirError if the newest readable checkpoint does not belong to this model.
         """
-        for step in self._agreed(sorted(self._manager.all_steps(), reverse=True)):
-            if (restored := self._restored(step, abstract_for, open_others)) is not None:
+        # One that cannot be read counts as of the step that its name says, so that it is reported.
+        labels = [x for x in labels_in(self._directory) if x.is_certified is not False]
+        labels.sort(key=lambda x: x.step, reverse=True)
+        for number in self._agreed([int(x.folder.name) for x in labels]):
+            if (restored := self._restored(number, abstract_for, open_others)) is not None:
                 return restored
         return None
 
     def _restored(
         self,
-        step: int,
+        number: int,
         abstract_for: Callable[[CheckpointMeta], TrainState],
         open_others: Callable[[CheckpointMeta], None],
     ) -> RestoredCheckpoint | None:
@@ -320,7 +374,7 @@ class Checkpoints:
         All processes take the same path: each phase ends with an agreement on whether it succeeded
         everywhere.
         """
-        folder = self._directory / str(step)
+        folder = self._directory / str(number)
 
         def read_meta() -> SavedCheckpoint:
             if _disk.is_sealed(folder):  # otherwise reading the metadata fails
@@ -330,7 +384,7 @@ class Checkpoints:
         saved, failure = _attempt(read_meta)
         is_wrong = isinstance(failure, WrongWorkdirError)  # intact, but not for this program
         if not self._everywhere(failure is None or is_wrong):
-            return self._set_aside(step, failure)
+            return self._set_aside(number, failure)
         if failure is not None:
             raise failure
         assert saved is not None
@@ -345,7 +399,7 @@ class Checkpoints:
             if failure is not None and not isinstance(failure, _disk.DamagedError):
                 raise failure  # what is stored elsewhere is intact, too
         if not self._everywhere(failure is None):
-            return self._set_aside(step, failure)
+            return self._set_aside(number, failure)
         assert state is not None
         return RestoredCheckpoint(state=state, meta=saved.meta)
 
@@ -379,7 +433,7 @@ class Checkpoints:
         return ocp.CheckpointManager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=_Policy(lambda steps: kept(self._noted(steps), self._saving)),
+                preservation_policy=_Policy(self._kept),
                 enable_async_checkpointing=True,
                 # Runs on the writer's thread, when a save is complete except for its final name.
                 async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
@@ -387,13 +441,13 @@ class Checkpoints:
                 multiprocessing_options=ocp.options.MultiprocessingOptions(
                     primary_host=0,
                     # A new prefix, because the barriers of an abandoned manager may still be waiting.
-                    barrier_sync_key_prefix=f"opened{self._num_opened}",
+                    barrier_sync_key_prefix=f"{self._directory.name}{self._num_opened}",
                 )
                 if self._together
                 else ocp.options.MultiprocessingOptions(
                     primary_host=here,
                     active_processes={here},
-                    barrier_sync_key_prefix=f"process{here}",
+                    barrier_sync_key_prefix=f"{self._directory.name} of process{here}",
                 ),
             ),
             item_names=("state", "meta"),
@@ -425,17 +479,24 @@ class Checkpoints:
             return _brief(failure)
         return None
 
-    def _noted(self, steps: Sequence[int]) -> dict[int, Note]:
-        """Return the notes of steps; the note is empty if the metadata cannot be read."""
-        for step in steps:
-            if step not in self._notes:
+    def _kept(self, numbers: Sequence[int]) -> set[int]:
+        """Return which of the folders named by these numbers are kept."""
+        stay = kept(self._noted(numbers), self._saving)
+        return {number for number in numbers if self._steps[number] in stay}
+
+    def _noted(self, numbers: Sequence[int]) -> dict[int, Note]:
+        """Return the notes of the folders named by these numbers, by the step that each one records.
+
+        If the metadata cannot be read, the note is empty, and the step is the number.
+        """
+        for number in numbers:
+            if number not in self._steps:
                 # Read from disk: the manager would wait for the save in progress.
-                path = self._directory / str(step) / "meta" / "metadata"
-                meta, _ = _attempt(
-                    lambda path=path: CheckpointMeta.from_json(json.loads(path.read_text()))
-                )
+                folder = self._directory / str(number)
+                meta, _ = _attempt(lambda folder=folder: _meta_in(folder))
+                self._steps[number] = step = number if meta is None else meta.step
                 self._notes[step] = Note() if meta is None else Note.of(meta, self._saving)
-        return {step: self._notes[step] for step in steps}
+        return {self._steps[number]: self._notes[self._steps[number]] for number in numbers}
 
     def _agreed(self, steps: list[int]) -> list[int]:
         """Return in every process the steps that process 0 sees."""
@@ -453,6 +514,7 @@ class Checkpoints:
 
     def _failed(self, failure: Exception) -> str:
         self._notes.pop(self._writing, None)
+        self._steps.pop(self._writing, None)
         if self._together:  # the processes open a new one together, at the next save
             self._has_failed = True
         else:
@@ -470,20 +532,24 @@ class Checkpoints:
         self.remove_leftovers()
         self._manager = self._open()
 
-    def _set_aside(self, step: int, failure: Exception | None) -> None:
+    def _move_away(self, folder: pathlib.Path, to: str) -> None:
+        """Move a folder into another one beside the checkpoints."""
+        target = self._root / to / folder.name
+        target.parent.mkdir(exist_ok=True)
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.move(str(folder), str(target))
+
+    def _set_aside(self, number: int, failure: Exception | None) -> None:
         """Move a damaged checkpoint away, with a warning; without a `failure`, another process found it."""
-        damaged = self._root / "damaged_checkpoints"
-        target = damaged / f"{step}"
+        folder = self._directory / str(number)
         logging.warning(
             "the checkpoint %s cannot be read (%s). It is moved to %s, and the one before it is used.",
-            self._directory / str(step),
+            folder,
             ELSEWHERE if failure is None else _brief(failure),
-            target,
+            self._root / DAMAGED / folder.name,
         )
         if jax.process_index() == 0:
-            damaged.mkdir(exist_ok=True)
-            shutil.rmtree(target, ignore_errors=True)
-            shutil.move(str(self._directory / str(step)), str(target))
+            self._move_away(folder, DAMAGED)
         self._everywhere(True)  # a barrier: the folder is moved before any process looks again
         self._manager.reload()
 
@@ -518,7 +584,7 @@ class SavedCheckpoint:
     @classmethod
     def at(cls, folder: pathlib.Path) -> "SavedCheckpoint":
         """Open the checkpoint in a folder; raises if its metadata is damaged or its checksums are missing."""
-        meta = CheckpointMeta.from_json(json.loads((folder / "meta/metadata").read_text()))
+        meta = _meta_in(folder)
         if not _disk.is_sealed(folder):
             raise _disk.DamagedError(f"the file of checksums, {_disk.SUMS}, is missing")
         return cls(folder, meta)
@@ -527,28 +593,28 @@ class SavedCheckpoint:
     def find(
         cls, workdir: str, step: int | None, *, best: bool, saving: Saving | None = None
     ) -> "SavedCheckpoint":
-        """Find a checkpoint of a workdir: the newest, the one of `step`, or the best.
+        """Find a certified checkpoint of a workdir: the newest, the one of `step`, or the best.
 
         The best is chosen by `saving`; if None, by the settings of the run that wrote it.
         Raises FileNotFoundError if there is no such checkpoint, ValueError if it is damaged.
         """
         root = pathlib.Path(workdir).resolve() / "checkpoints"
-        steps = sorted(_steps_in(root)) if root.is_dir() else []
-        if not steps:
+        folders = folders_by_step(root)
+        if not folders:
             raise FileNotFoundError(
                 f"{root} holds no checkpoint. Name the workdir of a run that has saved one."
             )
-        if step is not None and step not in steps:
+        if step is not None and step not in folders:
             raise FileNotFoundError(
-                f"{root} holds no checkpoint of step {step}; it has {steps}. Name one of them."
+                f"{root} holds no checkpoint of step {step}; it has {[*folders]}. Name one of them."
             )
         if best and step is not None:
             raise ValueError(
                 f"best=True and step={step} exclude each other: give one of them to choose a checkpoint."
             )
         if best:
-            step = _best_of(root, steps, saving)
-        folder = root / str(steps[-1] if step is None else step)
+            step = _best_of(root, folders, saving)
+        folder = folders[max(folders) if step is None else step]
         saved = _or_named(folder, lambda: cls.at(folder))
         _or_named(folder, lambda: _disk.check(folder))
         return saved
@@ -687,19 +753,49 @@ def _sources(
     return {name: there[source] for name, source in sources.items()}
 
 
-def _steps_in(root: pathlib.Path) -> list[int]:
-    """Return the step numbers of the complete checkpoints in a folder."""
-    return [int(path.name) for path in root.iterdir() if path.name.isdigit()]
+class Label(NamedTuple):
+    """A folder of a checkpoint, and what a glance at its metadata tells."""
+
+    folder: pathlib.Path
+    step: int  # as recorded; if that cannot be read, the number that the folder is named by
+    is_certified: bool | None  # None if it cannot be read
 
 
-def _best_of(root: pathlib.Path, steps: Sequence[int], saving: Saving | None) -> int:
+def labels_in(root: pathlib.Path) -> list[Label]:
+    """Return the complete checkpoints in a folder, whatever their steps, in no order."""
+    found = []
+    for folder in root.iterdir():
+        if folder.name.isdigit():
+            meta, _ = _attempt(lambda folder=folder: _meta_in(folder))
+            step = int(folder.name) if meta is None else meta.step
+            found.append(Label(folder, step, None if meta is None else meta.is_certified))
+    return found
+
+
+def folders_by_step(root: pathlib.Path) -> dict[int, pathlib.Path]:
+    """Return the folders of the checkpoints in a folder by their steps, in order of these.
+
+    Spoilt ones are left out. If a checkpoint cannot be read, the number in the folder's name is its step.
+    """
+    labels = labels_in(root) if root.is_dir() else []
+    # If several claim one step, the last one in this order counts.
+    labels.sort(key=lambda x: (x.is_certified is True, x.folder.name == str(x.step)))
+    return dict(sorted((x.step, x.folder) for x in labels if x.is_certified is not False))
+
+
+def _meta_in(folder: pathlib.Path) -> CheckpointMeta:
+    """Read the metadata in the folder of a checkpoint."""
+    return CheckpointMeta.from_json(json.loads((folder / "meta/metadata").read_text()))
+
+
+def _best_of(root: pathlib.Path, folders: Mapping[int, pathlib.Path], saving: Saving | None) -> int:
     """Return the step of the best checkpoint by `saving`; if None, by the settings that the run left."""
     if saving is None:
         settings = json.loads((root.parent / "config.json").read_text())
-        return _best_of(root, steps, decode(settings["saving"], Saving, "config.json"))
+        return _best_of(root, folders, decode(settings["saving"], Saving, "config.json"))
     metas = {
-        step: _or_named(root / str(step), lambda f=root / str(step): SavedCheckpoint.at(f)).meta
-        for step in steps
+        step: _or_named(folder, lambda folder=folder: SavedCheckpoint.at(folder)).meta
+        for step, folder in folders.items()
     }
     found = best_step({step: Note.of(meta, saving) for step, meta in metas.items()}, saving)
     if found is None:
@@ -721,13 +817,13 @@ def _or_named(folder: pathlib.Path, read: Callable[[], T]) -> T:
             raise
         raise ValueError(
             f"the checkpoint {folder} cannot be read ({_brief(failure)}). Choose another step; "
-            f"{sorted(_steps_in(folder.parent))} are there."
+            f"{[*folders_by_step(folder.parent)]} are there."
         ) from failure
 
 
 def _is_out_of_memory(failure: Exception | None) -> TypeGuard[Exception]:
-    """Return whether a device was too small, which says nothing against the checkpoint."""
-    return failure is not None and "RESOURCE_EXHAUSTED" in str(failure)
+    """Return whether memory ran out, which says nothing against the checkpoint."""
+    return shortage_in(failure) is not None
 
 
 def _attempt(read: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -788,7 +884,9 @@ def saveable(make: Callable[[Any], PyTree], what: str) -> Callable[[Any], PyTree
 
 
 def _brief(failure: Exception) -> str:
-    """Return the type of an exception and the first line of its message."""
+    """Return the type of an exception and the first line of its message; a few words for a full disk."""
+    if NO_SPACE in str(failure):
+        return NO_SPACE
     return f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
 
 

@@ -1,45 +1,68 @@
 """The settings of a run: frozen dataclasses, their validation, and overrides by name."""
 
-import contextlib
 import dataclasses
-import difflib
 import re
-import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 
-from jaxgoodput._serial import decode, parse
+from jaxgoodput._serial import (
+    Count,
+    CountOrZero,
+    Folder,
+    InnerShare,
+    NotNegative,
+    Positive,
+    Range,
+    Remedy,
+    Seconds,
+    Share,
+    annotations,
+    decode,
+    field_names,
+    fit,
+    meant,
+    parse,
+    refusal,
+    typed,
+)
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.optim.learning_rate import Rule
 from jaxgoodput.parallel.strategy import Strategy
 
-POLICIES = ("goodput", "fixed")
-LOSSES = ("auto", "global", "separate", "whole")
-LAST_BATCHES = ("smaller", "drop")
+_LIMITS = (
+    "Write batch=BatchLimits(base=64, max=4096). base is the batch that the learning rate was tuned for; "
+    "with max equal to base the batch stays constant."
+)
+_WHOLE_PASSES = "Use base_steps to end a run within a pass."
+_SCHEDULE = "A schedule of batches is such as {0: 256, 0.03: 512}."
+_RULE = "Pass a function, such as jg.rules.linear."
 
 
+@typed
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
     """Conditions for changing the batch and the strategy."""
 
-    min_gain: float = 0.05
+    min_gain: NotNegative = 0.05
     """Smallest predicted gain in goodput, as a share, that justifies a change."""
-    dwell_steps: int = 20
+    dwell_steps: CountOrZero = 20
     """Minimum number of steps between two changes."""
-    max_growth: float = 4.0
+    max_growth: Annotated[
+        float, Range("above 1", above=1), Remedy('For a constant batch use policy="fixed".')
+    ] = 4.0
     """Largest factor by which one change may grow the global batch."""
-    warm_up_steps: int = 10
+    warm_up_steps: CountOrZero = 10
     """Number of steps before the first verdict."""
-    every_s: float = 5.0
+    every_s: Seconds = 5.0
     """Seconds between two verdicts, unless `every_steps` is reached first."""
-    every_steps: int = 200
+    every_steps: Count = 200
     """Steps between two verdicts, unless `every_s` is reached first."""
     accumulate: bool = True
     """Whether a batch may consist of several micro-batches per replica."""
-    fixed_tolerance: float = 0.0
+    fixed_tolerance: Share = 0.0
     """Largest deviation of the global batch from the base with `policy="fixed"`, as a share of the base."""
     remember: bool = True
     """Whether step times, the last batch and the first noise are kept for the next run of the same program.
@@ -52,27 +75,17 @@ class Tuning:
     `execution.compilation_cache`; if that is None, nothing is kept.
     """
 
-    def __post_init__(self):
-        """Raise ValueError for settings that cannot work; the message names the remedy."""
-        _check_positive(self, "every_s", "every_steps")
-        _check_not_negative(self, "min_gain", "dwell_steps", "warm_up_steps")
-        _check_share(self, "fixed_tolerance")
-        if not self.max_growth > 1:
-            raise ValueError(
-                f"Tuning.max_growth is a factor above 1; got {self.max_growth}. For a constant batch use "
-                'policy="fixed".'
-            )
 
-
+@typed
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
     """Measurement of the gradient noise, which decides the batch and the learning rate."""
 
-    every_steps: int | None = None
+    every_steps: Count | None = None
     """Steps between two measurements; None chooses the number by their cost."""
-    overhead: float = 0.02
+    overhead: Positive = 0.02
     """Largest share of the step time that measurements may cost."""
-    smoothing: float = 0.999
+    smoothing: Share = 0.999
     """Share of the average that is kept per base step; 0.999 remembers about 1000 base steps."""
     preconditioned: bool | None = None
     """Whether noise is measured after Adam's division; None does so for Adam-like optimizers."""
@@ -87,8 +100,6 @@ class Statistics:
 
     def __post_init__(self):
         """Raise ValueError for settings that cannot work; the message names the remedy."""
-        _check_positive(self, "every_steps", "overhead")
-        _check_share(self, "smoothing")
         if self.preconditioned and self.from_norm_layers:
             raise ValueError(
                 "Statistics.preconditioned and from_norm_layers exclude each other, because the factors of "
@@ -96,17 +107,18 @@ class Statistics:
             )
 
 
+@typed
 @dataclass(frozen=True, kw_only=True)
 class Execution:
     """Compilation of steps, memory, and reading of data."""
 
-    memory_bytes: int | None = None
+    memory_bytes: Count | None = None
     """Memory of one device in bytes; None for the number that the device reports."""
-    memory_margin: float = 0.08
+    memory_margin: Share = 0.08
     """Share of the memory that is left free."""
-    prefetch: int = 2
+    prefetch: CountOrZero = 2
     """Number of global batches that wait on the devices."""
-    readers: int | None = None
+    readers: Count | None = None
     """Number of threads that read a data set sample by sample; None for a default.
 
     The default is 16 for a grain `MapDataset`, as in grain itself, and 1 for other data sets, whose
@@ -114,14 +126,14 @@ class Execution:
     of the interpreter. Reads that compute in Python wait for one another. Arrays, streams, and sources with
     a `batch` method of their own use one thread.
     """
-    read_retries: int = 3
+    read_retries: CountOrZero = 3
     """Number of retries after a read fails with an OSError, such as TimeoutError: after 0.5 s, 1 s, ...
 
     Retries are reported in the log and in the journal. Reads of a stream are not repeated.
     """
     background_compile: bool = True
     """Whether other batch sizes and strategies are compiled while training goes on."""
-    compilation_cache: str | None = ""
+    compilation_cache: Folder | None = ""
     """Folder of compiled programs: "" for one under the workdir, None to leave JAX's own setting alone.
 
     If JAX has a cache folder set, programs go there; the memory of runs (`Tuning.remember`) stays in this
@@ -149,29 +161,21 @@ class Execution:
     the loss is rewritten for this. On other devices nothing changes.
     """
 
-    def __post_init__(self):
-        """Raise ValueError for settings that cannot work; the message names the remedy."""
-        _check_positive(self, "memory_bytes", "readers")
-        _check_not_negative(self, "prefetch", "read_retries")
-        _check_share(self, "memory_margin")
 
-
+@typed
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Times of evaluations; without `every_s` and `every_base_steps` there is one at the end only."""
 
-    every_s: float | None = None
+    every_s: Seconds | None = None
     """Seconds between two evaluations."""
-    every_base_steps: float | None = None
+    every_base_steps: Positive | None = None
     """Base steps between two evaluations."""
-    micro_batch_size: int | None = None
+    micro_batch_size: Count | None = None
     """Samples per replica at once; None for as many as with the base batch."""
 
-    def __post_init__(self):
-        """Raise ValueError for settings that cannot work; the message names the remedy."""
-        _check_positive(self, "every_s", "every_base_steps", "micro_batch_size")
 
-
+@typed
 @dataclass(frozen=True, kw_only=True)
 class Saving:
     """Times of checkpoints, and the choice of checkpoints to keep.
@@ -179,13 +183,13 @@ class Saving:
     While updates are being skipped, no periodic checkpoint is written; requested ones are.
     """
 
-    every_s: float | None = 600.0
+    every_s: Seconds | None = 600.0
     """Seconds between two checkpoints; None for no limit."""
-    every_base_steps: float | None = None
+    every_base_steps: Positive | None = None
     """Base steps between two checkpoints; None for no limit."""
-    keep: int = 3
+    keep: Count = 3
     """Number of newest checkpoints that are kept; older ones are deleted."""
-    keep_every_base_steps: float | None = None
+    keep_every_base_steps: Positive | None = None
     """Base steps after which one more checkpoint is kept for good; None to keep none of them."""
     best: str | None = None
     """Evaluation metric whose best checkpoint is kept as well; None for none.
@@ -198,43 +202,31 @@ class Saving:
     """Whether the run is saved once more when training ends."""
     allow_changed_data: bool = False
     """Whether to resume even if the data set or `batch.base` is not the same as in the checkpoint."""
-    grace_s: float = 60.0
+    grace_s: Seconds = 60.0
     """Seconds from a stop signal to the end of the process; a launcher's own `--grace-s` takes precedence."""
-    hang_after_s: float = 600.0
+    hang_after_s: Seconds = 600.0
     """Seconds without a finished step after which a run counts as hung, and at least ten usual step times.
 
     The run then writes the stacks of all its threads to the log and stops as if by a signal.
     """
 
-    def __post_init__(self):
-        """Raise ValueError for settings that cannot work; the message names the remedy."""
-        _check_positive(self, "every_s", "every_base_steps", "keep", "keep_every_base_steps")
-        _check_positive(self, "grace_s", "hang_after_s")
-        if self.best_mode not in ("min", "max"):
-            raise ValueError(
-                'Saving.best_mode must be "min" or "max", the better end of the metric Saving.best; '
-                f"got {self.best_mode!r}."
-            )
 
-
+@typed
 @dataclass(frozen=True, kw_only=True)
 class Reporting:
     """Output of a run while it trains."""
 
-    window_s: float = 2.0
+    window_s: Seconds = 2.0
     """Seconds that one point of the dashboard covers."""
     tensorboard: bool = True
     """Whether the dashboard's events are written under the workdir."""
     progress: bool = True
     """Whether a progress bar is shown on a terminal, and lines with the time left elsewhere."""
-    tokens_per_sample: int | None = None
+    tokens_per_sample: Count | None = None
     """Number of tokens in a sample, to show tokens per second; None if samples are not text."""
 
-    def __post_init__(self):
-        """Raise ValueError for settings that cannot work; the message names the remedy."""
-        _check_positive(self, "window_s", "tokens_per_sample")
 
-
+@typed
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """The settings of a run. Only `workdir`, `batch` and a length are required.
@@ -242,23 +234,25 @@ class Config:
     The length is either `base_steps` or `epochs`.
     """
 
-    workdir: str
+    workdir: Folder
     """Folder of checkpoints/, tensorboard/, compilation_cache/, config.json and goodput.jsonl."""
-    batch: BatchLimits
+    batch: Annotated[BatchLimits, Remedy(_LIMITS)]
     """Batches that are allowed."""
-    base_steps: float | None = None
+    base_steps: Positive | None = None
     """Length in base steps: the updates that the base batch would need. The last update may exceed it."""
-    epochs: int | None = None
+    epochs: Annotated[Count, Remedy(_WHOLE_PASSES)] | None = None
     """Length in whole passes over the data, exact to the sample."""
     last_batch: Literal["smaller", "drop"] = "smaller"
     """Treatment of the samples left at the end of `epochs`.
 
     "smaller" trains on them as a batch of their own size, whose program is compiled in the background. "drop"
     leaves them out."""
-    seed: int = 0
-    """Seed of the parameters, the order of the data, and the keys passed to losses."""
+    seed: CountOrZero = 0
+    """Seed of the parameters, the order of the data, and the keys passed to losses.
+
+    A resumed run keeps the order of its checkpoint, with a warning if the seed is another one."""
     shuffle: bool = True
-    """Whether every epoch has its own random order."""
+    """Whether every epoch has its own random order; a resumed run keeps the order of its checkpoint."""
     strategies: tuple[Strategy, ...] = ()
     """Strategies that lay the model out on the devices; () for a copy of the model on every device.
 
@@ -273,25 +267,27 @@ class Config:
     holds a whole copy and the model constrains no sharding, else global. "whole" passes the whole batch,
     never split into micro-batches; use this for losses in which samples see each other.
     """
-    rule: Rule | None = None
+    rule: Annotated[Rule, Remedy(_RULE)] | None = None
     """Rule for the learning-rate gain; None chooses one for each leaf that suits its optimizer.
 
     The choice is adam_scale for Adam and its kin, of_noise_share for other optimizers that divide the
     gradient by its size (Lion, Adafactor, sign SGD), and adascale for the rest. The optimizer is probed to
     find out."""
-    policy: str | Mapping[int | float, int] = "goodput"
+    policy: Annotated[
+        Literal["goodput", "fixed"] | Mapping[int | float, int], Remedy(_SCHEDULE)
+    ] = "goodput"
     """Policy for the batch: "goodput", "fixed" to stay at `batch.base`, or a schedule.
 
     A schedule maps shares of the run (of base steps, or of the samples of `epochs`) to the global batch used
     from there on, such as `{0: 256, 0.03: 512}`. All its batches are compiled before training.
     """
-    compute_dtype: str | None = None
+    compute_dtype: Annotated[str, Remedy('Write a name, such as "bfloat16".')] | None = None
     """Type of the parameters passed to loss(), such as "bfloat16"; the master copies keep init()'s type.
 
     The batch keeps its types. Cast its floating inputs in loss(), or their products with parameters are
     float32.
     """
-    ema: float | None = None
+    ema: InnerShare | None = None
     """Share of a running average of trainable parameters kept per base step, such as 0.999; None for none.
 
     It is measured in base steps, so that it covers the same stretch of the run at every batch. Its weights
@@ -299,7 +295,7 @@ class Config:
     statistics of training, and checkpoints hold it. An average in the optimizer's own chain would miss the
     learning-rate gain.
     """
-    max_skipped_in_a_row: int = 10
+    max_skipped_in_a_row: Count = 10
     """Number of consecutive updates skipped, as not finite or without weight, after which training stops."""
 
     tuning: Tuning = field(default_factory=Tuning)
@@ -327,12 +323,6 @@ class Config:
 
     def __post_init__(self):
         """Raise ValueError for settings that cannot work; the message names the remedy."""
-        if not isinstance(self.batch, BatchLimits):
-            raise ValueError(
-                f"Config.batch says which batches are allowed; got {self.batch!r}. Write "
-                "batch=BatchLimits(base=64, max=4096). base is the batch that the learning rate was tuned "
-                "for; with max equal to base the batch stays constant."
-            )
         if (self.base_steps is None) == (self.epochs is None):
             raise ValueError(
                 "exactly one of base_steps and epochs must be given; got "
@@ -341,11 +331,6 @@ class Config:
             )
         if not isinstance(self.policy, str):
             _check_schedule(self.policy, self.batch)
-        elif self.policy not in POLICIES:
-            raise ValueError(
-                f"Config.policy must be one of {POLICIES} or a schedule such as {{0: 256, 0.03: 512}}; "
-                f"got {self.policy!r}."
-            )
         _check_local(self.workdir)
         evaluation = self.evaluation
         if self.saving.best is not None and not (evaluation.every_s or evaluation.every_base_steps):
@@ -353,13 +338,6 @@ class Config:
                 f"Config.saving.best={self.saving.best!r} needs evaluations during training: set "
                 "evaluation.every_base_steps or evaluation.every_s."
             )
-        for name, choices in (("loss", LOSSES), ("last_batch", LAST_BATCHES)):
-            if (value := getattr(self, name)) not in choices:
-                raise ValueError(f"Config.{name} must be one of {choices}; got {value!r}.")
-        _check_positive(self, "base_steps", "epochs", "max_skipped_in_a_row")
-        whole = "a whole number of passes, an int (base_steps can end a run within a pass)"
-        _check(self, ("epochs",), whole, lambda value: isinstance(value, int))
-        _check(self, ("ema",), "a share, above 0 and below 1", lambda value: 0 < value < 1)
         if self.compute_dtype is not None:
             _check_compute_dtype(self.compute_dtype)
 
@@ -375,25 +353,27 @@ def _check_local(workdir: str) -> None:
 def _check_schedule(schedule: Mapping[int | float, int], limits: BatchLimits) -> None:
     if 0 not in schedule or not all(0 <= share < 1 for share in schedule):
         raise ValueError(
-            "a schedule of batches needs shares of the run from 0 to below 1, and 0 must be one of them, "
-            f"such as {{0: {limits.base}, 0.03: {limits.max}}}; got {dict(schedule)}."
+            "Config.policy is a schedule of batches. It needs shares of the run from 0 to below 1, and 0 "
+            f"must be one of them, such as {{0: {limits.base}, 0.03: {limits.max}}}; got {dict(schedule)}."
         )
     if not all(limits.smallest <= batch <= limits.max for batch in schedule.values()):
         raise ValueError(
-            f"a schedule's batches must lie between {limits.smallest} and {limits.max} samples, as "
-            f"Config.batch says; got {dict(schedule)}. Widen batch.min_global and batch.max."
+            f"Config.policy is a schedule whose batches must lie between {limits.smallest} and {limits.max} "
+            f"samples, as Config.batch says; got {dict(schedule)}. Widen batch.min_global and batch.max."
         )
 
 
 def _check_compute_dtype(name: str) -> None:
+    # NumPy's own names include deprecated letters, and descriptions of records such as "i4,(2,)f4".
+    kind = getattr(jnp, name, None)
     try:
-        is_floating = bool(jnp.issubdtype(jnp.dtype(name), jnp.floating))
+        is_floating = kind is not None and bool(jnp.issubdtype(jnp.dtype(kind), jnp.floating))
     except TypeError:
         is_floating = False
     if not is_floating:
         raise ValueError(
-            f"Config.compute_dtype must name a floating type such as 'bfloat16'; got {name!r}. None computes "
-            "in the precision of the parameters."
+            f"Config.compute_dtype must name a floating type such as 'bfloat16'; got {name[:60]!r}. None "
+            "computes in the precision of the parameters."
         )
     if jnp.dtype(name) == jnp.float16:
         raise ValueError(
@@ -402,59 +382,25 @@ def _check_compute_dtype(name: str) -> None:
         )
 
 
-def _check_positive(settings: Any, *names: str) -> None:
-    _check(settings, names, "positive", lambda value: value > 0)
-
-
-def _check_not_negative(settings: Any, *names: str) -> None:
-    _check(settings, names, "at least 0", lambda value: value >= 0)
-
-
-def _check_share(settings: Any, *names: str) -> None:
-    _check(settings, names, "a share, at least 0 and below 1", lambda value: 0 <= value < 1)
-
-
-def _check(settings: Any, names: Sequence[str], what: str, holds: Callable[[Any], bool]) -> None:
-    """Raise ValueError for each setting that is given, but for which `holds` is false; NaN never holds."""
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and not holds(value):
-            raise ValueError(f"{type(settings).__name__}.{name} must be {what}; got {value!r}.")
-
-
 def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
     """Return `config` with overrides such as `tuning.min_gain=0.1`; values are JSON or plain text.
 
     Raises ValueError with the name if there is no such setting or the value has another type.
     """
+    if isinstance(overrides, str):
+        raise ValueError(
+            f"overrides are a list, such as sys.argv[1:]; got the string {overrides!r}."
+        )
     for override in overrides:
-        name, separator, text = override.partition("=")
+        name, separator, text = str(override).partition("=")
         if not separator:
             raise ValueError(
                 f"an override is name=value, such as tuning.min_gain=0.1; got {override!r}."
             )
-        if name not in (known := list(_names(config))):
-            raise ValueError(f"there is no setting {name!r}{_meant(name, known)}")
+        if name not in (known := field_names(Config)):
+            raise ValueError(f"there is no setting {name!r}{meant(name, known)}")
         config = _replaced(config, name.split("."), text, name)
     return config
-
-
-def _names(settings: Any, before: str = "") -> Iterator[str]:
-    """Yield the names of all settings, with a dot for settings in groups."""
-    for name in (f.name for f in dataclasses.fields(settings)):
-        yield before + name
-        if dataclasses.is_dataclass(value := getattr(settings, name)):
-            yield from _names(value, f"{before}{name}.")
-
-
-def _meant(name: str, known: Sequence[str]) -> str:
-    """Return the end of an error about an unknown setting: the names that may have been meant."""
-    last = name.rpartition(".")[-1]
-    close = [k for k in known if k.rpartition(".")[-1] == last]
-    close = close or difflib.get_close_matches(name, known, n=3)
-    if close:
-        return f"; did you mean {' or '.join(close)}?"
-    return f". There are {', '.join(known)}."
 
 
 def _replaced(settings: Any, path: Sequence[str], text: str, where: str) -> Any:
@@ -462,18 +408,22 @@ def _replaced(settings: Any, path: Sequence[str], text: str, where: str) -> Any:
     if rest:
         value = _replaced(getattr(settings, name), rest, text, where)
     else:
-        value = _read(text, typing.get_type_hints(type(settings))[name], where)
+        value = _read(text, annotations(type(settings))[name], where)
     return dataclasses.replace(settings, **{name: value})
 
 
-def _read(text: str, type_: Any, where: str) -> Any:
+def _read(text: str, kind: Any, where: str) -> Any:
+    """Return the value that a text means, as JSON or as it is."""
     try:
         value = parse(text)
     except ValueError:
         value = text
-    try:
-        return decode(value, type_, where)
-    except ValueError:
-        with contextlib.suppress(ValueError):  # text may look like a number
-            return decode(text, type_, where)
-        raise
+    errors = []
+    for candidate in (value, text):  # a name may look like a number
+        try:
+            return fit(decode(candidate, kind, where), kind, where)
+        except ValueError as error:
+            errors.append(error)
+    if isinstance(value, dict | list):  # the error says which part of it is wrong
+        raise errors[0]
+    raise ValueError(refusal(value, kind, where))

@@ -6,16 +6,18 @@ reduction of a step. Every process knows the sum before it dispatches step + `DE
 takes no further message and no further collective, and all processes get the same answer.
 """
 
+import contextlib
 import dataclasses
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
-from jaxgoodput._jax import PeerGone
+from jaxgoodput._jax import PeerGone, found_by_debugging
+from jaxgoodput.engine.memory import OutOfMemory, shortage_in
 from jaxgoodput.engine.state import TrainState
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.parallel.place import Place
@@ -69,7 +71,15 @@ class PeerLost(RuntimeError):
 
 
 class Diverged(RuntimeError):
-    """Too many updates in a row had a loss or gradient that was not finite."""
+    """Training cannot go on: the state holds lost values, or too many updates in a row were refused.
+
+    Lost values were finite when the run began and are not any more. `safe_step` is the step of the last
+    certified checkpoint; None if there is none.
+    """
+
+    def __init__(self, why: str, safe_step: int | None = None):
+        super().__init__(why)
+        self.safe_step = safe_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +99,7 @@ class Control:
     save: bool = False
     evaluate: bool = False
     show: bool = False  # the parameters to the hooks
+    certify: bool = False  # check all values: some were found lost
     regroup: bool = False  # processes are about to join or leave
     keep: bool = False  # a copy of the state, here and on a neighbour
     batch: BatchConfig | BatchWish | None = None  # to use from now on
@@ -113,7 +124,7 @@ class Control:
         return self.batch
 
 
-FLAGS = ("stop", "finish", "save", "evaluate", "show", "regroup", "keep")
+FLAGS = ("stop", "finish", "save", "evaluate", "show", "certify", "regroup", "keep")
 COUNTS = ("num_ready", "num_measuring")
 CONTROL_SIZE = len(FLAGS) + len(COUNTS) + len(("cadence", "micro", "count", "strategy"))
 NOTHING = Control()
@@ -315,6 +326,41 @@ class SharedDecisions:
 
 
 Decisions = OwnDecisions | SharedDecisions
+
+
+def explained(error: Exception, doing: str) -> Exception:
+    """Return an error that says what did not fit into memory, or had a NaN; any other error as it is.
+
+    `doing` says what the run was doing, as a noun phrase.
+    """
+    shortage = shortage_in(error)
+    if shortage is not None:
+        return OutOfMemory(
+            f"{doing} did not fit into memory ({shortage}). Less is needed by smaller micro-batches "
+            '(BatchLimits.micro), compute_dtype="bfloat16", jax.checkpoint around layers, '
+            "Strategy(fsdp=-1), which cuts the state over all devices, and on the host by "
+            "Execution(prefetch=1). If other programs use the same memory, say how much is left with "
+            "Execution.memory_bytes."
+        )
+    found = found_by_debugging(error)
+    if found is not None:
+        return FloatingPointError(
+            f"jax_debug_{found}s found {found} in the results of {doing}. Call your functions on the same "
+            "values outside of fit, under jax.jit, and JAX names the operation."
+        )
+    return error
+
+
+@contextlib.contextmanager
+def explaining(doing: str) -> Iterator[None]:
+    """Raise errors of the block as `explained` does."""
+    try:
+        yield
+    except Exception as error:
+        told = explained(error, doing)
+        if told is error:
+            raise
+        raise told from None  # pages of JAX's and XLA's own frames say no more
 
 
 def is_of_a_peer(error: BaseException) -> bool:

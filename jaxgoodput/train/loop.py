@@ -18,6 +18,7 @@ from absl import logging
 from jaxtyping import Array
 
 from jaxgoodput import _serial
+from jaxgoodput._jax import looks_for
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.loader import StepBatch
 from jaxgoodput.engine.state import StepMetrics, TrainState, host_copy
@@ -41,7 +42,9 @@ from jaxgoodput.train.control import (
     Preempted,
     Requests,
     Stopping,
+    explained,
 )
+from jaxgoodput.train.duties.certifying import Certifier
 from jaxgoodput.train.duties.evaluating import Evaluations
 from jaxgoodput.train.duties.reading import BatchReader
 from jaxgoodput.train.duties.saving import Saver
@@ -112,7 +115,8 @@ class Loop:
         self._reader = BatchReader(*given)
         self._switcher = BatchSwitcher(*given)
         self._evaluations = Evaluations(*given, summarize=task.summarize)
-        self._saver = Saver(*given, done=lambda: self.done)
+        certifier = Certifier(start, requests)
+        self._saver = Saver(*given, done=lambda: self.done, certifier=certifier)
 
     # -- what others ask of it -------------------------------------------------------------------
 
@@ -160,8 +164,8 @@ class Loop:
             must_save = is_best or self._must_save(first)
             if must_save:
                 unsaved = self._saver.save_last(look=ending.error is None)
-            else:  # tables are committed with the state that is returned
-                unsaved = self._saver.with_tables()[1]
+            else:
+                unsaved = self._saver.commit_last()
             failure = self._tell_hooks(unsaved)
         except Exception as error:
             if not isinstance(error, Regroup):
@@ -215,9 +219,18 @@ class Loop:
             if ended_by is not None:
                 self._ending.regroup = ended_by
             else:
-                self._ending.error = error
+                self._ending.error = self._explained(error)
                 self.kind.decisions.leave()
             return False
+
+    def _explained(self, error: Exception) -> Exception:
+        """Return what to raise for an error of the steps or their data; see `control.explained`."""
+        batch = self.now.batch
+        return explained(
+            error,
+            f"step {self.now.step} or the next one (batches of {batch.global_batch_size} samples, "
+            f"{batch.micro_batch_size} per replica at once, under {batch.strategy})",
+        )
 
     def _must_save(self, first: int) -> bool:
         """Whether to save the last step at the end; the same in all processes that are together."""
@@ -269,13 +282,14 @@ class Loop:
             return None
         result = self.watcher.result(wanted)
         self.now.look_at(result)
+        _require_finite(result)
         in_a_row = result.metrics.skipped_in_a_row
         if in_a_row >= self.config.max_skipped_in_a_row:
+            self._saver.certify()  # an update before them may have been applied and not been good
             why, remedy = _refusal(result.metrics.weight)
-            raise Diverged(
-                f"{in_a_row} updates in a row {why}, the last at step {wanted}. None of them was applied, "
-                f"and the checkpoints in {self.config.workdir} are from before. Of the last update, "
-                f"{_fault(result)}. {remedy}"
+            raise self._saver.diverged(
+                f"{in_a_row} updates in a row {why}, the last at step {wanted}. None of them was applied.",
+                f"Of the last update, {_fault(result)}. {remedy}",
             )
         return result
 
@@ -283,14 +297,10 @@ class Loop:
         """Carry out the requests that take effect now, such as a save; return False to end the loop."""
         self._post_what_is_due(result)
         control = self.kind.decisions.received(result, self.now.batch)
-        if control.stop:
-            self._ending.stopped_by = self.requests.signal or "peer"
+        if self._ends(control):
             return False
-        if control.finish or self._is_complete():
-            return False
-        if control.regroup:
-            self._ending.regroup = "processes are about to join or leave"
-            return False
+        if control.certify:
+            self._saver.certify(rows=True)
         is_best = control.evaluate and self._evaluate()
         if self._ending.stopped_by:
             return False
@@ -298,6 +308,17 @@ class Loop:
             self._saver.save()
         self._obey_quietly(control)
         return True
+
+    def _ends(self, control: Control) -> bool:
+        """Whether the loop ends here, by request or because it is done."""
+        if control.stop:
+            self._ending.stopped_by = self.requests.signal or "peer"
+            return True
+        if control.finish or self._is_complete():
+            return True
+        if control.regroup:
+            self._ending.regroup = "processes are about to join or leave"
+        return control.regroup
 
     def _post_what_is_due(self, result: StepResult | None) -> None:
         """Request the checkpoints, copies and evaluations that are due; process 0 does it for all.
@@ -376,6 +397,7 @@ class Loop:
                 reduced=done.reduced,
             )
         )
+        self._saver.certifier.stepped()
 
     def _is_measured(self, batch: StepBatch) -> bool:
         """Whether this step measures gradient noise: one step in `every`."""
@@ -484,12 +506,10 @@ class Loop:
                 result.metrics.skipped_in_a_row == 1 and self.start.is_chief
             ):  # once for a row of them
                 logging.warning(
-                    "step %d was not applied: %s. Its batch: %d samples from place %d of epoch %d on.",
+                    "step %d was not applied: %s. Its batch: %s.",
                     result.ticket.step,
                     _fault(result),
-                    result.ticket.num_samples,
-                    result.ticket.before.offset,
-                    result.ticket.before.epoch,
+                    _samples_of(result),
                 )
         self.analyst.result(result)
 
@@ -527,13 +547,34 @@ def _fault(result: StepResult) -> str:
     found = result.metrics
     if found.weight == 0:
         return "its samples have no weight"
-    if found.weight == -math.inf:
+    if found.weight < 0:
         return "a sample's weight is negative"
     if not math.isfinite(found.loss):
         return f"its loss is {found.loss}"
     if not math.isfinite(found.grad_norm):
         return f"its loss is {found.loss:.6g}, and its gradient is not finite"
     return "loss and gradient are finite, and its update or the model state is not"
+
+
+def _samples_of(result: StepResult) -> str:
+    """Return which samples a step was computed from."""
+    ticket = result.ticket
+    place = f"place {ticket.before.offset} of epoch {ticket.before.epoch}"
+    return f"{ticket.num_samples} samples from {place} on"
+
+
+def _require_finite(result: StepResult) -> None:
+    """Raise FloatingPointError for a refused update if JAX's switches look for NaN or infinity.
+
+    JAX itself looks at the results of an executable's first call only.
+    """
+    switch = looks_for()
+    if switch and not result.metrics.is_finite:
+        raise FloatingPointError(
+            f"{switch} is set, and step {result.ticket.step} was not applied: {_fault(result)}. Its "
+            f"batch: {_samples_of(result)}. Call your functions on these samples outside of fit, under "
+            "jax.jit, and JAX names the operation."
+        )
 
 
 def _refusal(weight: float) -> tuple[str, str]:
@@ -543,7 +584,7 @@ def _refusal(weight: float) -> tuple[str, str]:
             "There is nothing to learn from them. Check what `Loss.weight` is computed from, such as a mask "
             "of tokens that leaves none."
         )
-    if weight == -math.inf:
+    if weight < 0:
         return "had samples of negative weight", (
             "A weight says how much a sample counts, and is 0 or more. To train away from samples, change "
             "the sign of their loss, not of their weight."

@@ -17,6 +17,7 @@ import jax
 from absl import logging
 
 from jaxgoodput import _serial
+from jaxgoodput._jax import trying
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.fingerprint import Fingerprint, fingerprint
 from jaxgoodput.data.loader import Loader
@@ -58,9 +59,11 @@ from jaxgoodput.train.start.restoring import (
     CUT_OFF_S,
     Restorer,
     hold_workdir,
+    kept_order,
     resume_stream,
     with_average,
 )
+from jaxgoodput.train.start.value_checks import ValueChecks, origin_of
 from jaxgoodput.train.tables.commits import Opener, Tables
 from jaxgoodput.train.tables.feed import Feed
 from jaxgoodput.train.task import Task
@@ -96,6 +99,8 @@ class PreparedRun:
     restored: CheckpointMeta | None
     memory: Memory | None
     """What earlier runs of this program left, and for later ones."""
+    values: ValueChecks
+    """What finds values of the state that are not finite any more."""
     hooks: tuple[Any, ...]
     """The hooks of the process that reports; none in the others."""
 
@@ -143,7 +148,7 @@ def prepare(
     """
     setup = _find_devices(inputs, devices, membership)
     checkpoints = _open_workdir(setup, stack)
-    data = fingerprint(inputs.dataset, inputs.attempts)
+    data = fingerprint(inputs.dataset, inputs.attempts, shuffle=inputs.config.shuffle)
     opener = stack.enter_context(
         Opener.connected(inputs.tables.plans, inputs.config.workdir, setup.where, inputs.clock)
     )
@@ -155,6 +160,7 @@ def prepare(
     if restored is None:
         beginning = _begin(setup, restorer, initial, ledger)
     else:
+        data = kept_order(restored.meta, data, inputs.config)
         beginning = _resume(setup, restorer, restored, ledger)
         if initial is not None and kept is None:
             logging.warning(
@@ -164,10 +170,12 @@ def prepare(
             )
     require_even_rest(setup, beginning.plan, beginning.remaining)
     if restored is None:
-        try_loss(setup, beginning.engine, beginning.state, beginning.plan)
+        with trying():
+            try_loss(setup, beginning.engine, beginning.state, beginning.plan)
     evaluator = _evaluation(setup, beginning, tables, ledger)
-    strategies, compile_s = _compile_first(setup, beginning, evaluator, stack, ledger)
-    loader = _open_data(setup, beginning, stack)
+    values = _value_checks(beginning, ledger)
+    strategies, compile_s = _compile_first(setup, beginning, evaluator, values, stack, ledger)
+    loader = _open_data(setup, beginning, data, stack)
     feed = inputs.tables.feed(opener, tables, loader, inputs.config)
     stack.callback(feed.close)
     run = run_of(
@@ -200,6 +208,7 @@ def prepare(
         restart=restart,
         restored=beginning.restored,
         memory=beginning.memory,
+        values=values,
         hooks=told,
     )
 
@@ -232,6 +241,7 @@ def _open_workdir(setup: RunSetup, stack: contextlib.ExitStack) -> Checkpoints:
     checkpoints = Checkpoints(config.workdir, keep=config.saving, spans=where.spans)
     stack.callback(checkpoints.close)
     checkpoints.remove_leftovers()
+    checkpoints.tidy()
     return checkpoints
 
 
@@ -241,8 +251,8 @@ def _begin(setup: RunSetup, restorer: Restorer, initial: Any, ledger: TimeLedger
     assert plan is not None
     engine = setup.engines[plan.start.strategy]
     memory = memory_of(setup, engine, plan)
-    if isinstance(source, StreamSource):
-        source.rewind()  # earlier generations that lost everything have read it
+    if isinstance(source, StreamSource) and (warning := source.begin()) is not None:
+        logging.warning("%s", warning)
     leaves: dict[str, Any] = {}
     if initial is not None:
         with ledger.bucket("checkpoint_restore"):
@@ -279,7 +289,7 @@ def _resume(
         source
     ):  # the checkpoint may be of a larger data set, if that is allowed
         cursor = dataclasses.replace(cursor, epoch=cursor.epoch + 1, offset=0)
-    resume_stream(source, meta)
+    resume_stream(source, meta, setup.config, setup.where)
     batch = plan.start
     if setup.config.policy != "fixed":
         batch = plan.resumed(meta.batch, lambda size: setup.fits(engine, size, ledger))
@@ -326,17 +336,28 @@ def _compiles_evaluation(setup: RunSetup) -> bool:
     return _is_periodic(setup.config) or has_others(setup.where)
 
 
+def _value_checks(beginning: Beginning, ledger: TimeLedger) -> ValueChecks:
+    """Return the checks of the state's values, which are compiled; finds out which did not begin finite."""
+    with ledger.bucket("compilation"):
+        origin = origin_of(beginning.engine, beginning.state, beginning.restored)
+        values = ValueChecks(origin)
+        values.compile(beginning.engine)
+    return values
+
+
 def _compile_first(
     setup: RunSetup,
     beginning: Beginning,
     evaluator: Evaluator | None,
+    values: ValueChecks,
     stack: contextlib.ExitStack,
     ledger: TimeLedger,
 ) -> tuple[StrategyCompiler, float]:
     """Compile the steps of the first batch, and what else must be ready; also returns the seconds it took."""
     config, plan, batch, engine = setup.config, beginning.plan, beginning.batch, beginning.engine
 
-    def compile_evaluation(other: Engine) -> None:
+    def compile_more(other: Engine) -> None:
+        values.compile(other)
         if evaluator is not None and _compiles_evaluation(setup):
             evaluator.compile(other.abstract_state())
 
@@ -348,7 +369,7 @@ def _compile_first(
         budget=setup.budget,
         reach=config.tuning.max_growth if config.compiles_behind else math.inf,
         background=config.compiles_behind,
-        compile_more=compile_evaluation,
+        compile_more=compile_more,
     )
     stack.callback(strategies.close)
     strategies.use(batch)
@@ -378,7 +399,9 @@ def _compile_as_earlier(beginning: Beginning, strategies: StrategyCompiler) -> N
         compiler.compile_first(x.micro_batch_size for x in wanted)
 
 
-def _open_data(setup: RunSetup, beginning: Beginning, stack: contextlib.ExitStack) -> Loader:
+def _open_data(
+    setup: RunSetup, beginning: Beginning, data: Fingerprint, stack: contextlib.ExitStack
+) -> Loader:
     """Return the loader of the training samples from the run's place on; nothing is read yet."""
     inputs, config, where = setup.inputs, setup.config, setup.where
     require_same_stream(inputs.dataset, beginning.cursor.offset, where)
@@ -391,7 +414,7 @@ def _open_data(setup: RunSetup, beginning: Beginning, stack: contextlib.ExitStac
         max_samples=beginning.remaining,
         drop_last=config.last_batch == "drop",
         prefetch=config.execution.prefetch,
-        shuffle=config.shuffle,
+        shuffle=bool(data.shuffle),
         num_readers=config.execution.readers,
         num_retries=config.execution.read_retries,
         clock=inputs.clock,

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -419,18 +419,49 @@ def _heeded(guard: StopGuard, requests: Requests) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_writer() -> Iterator[None]:
-    """Hide what Orbax and JAX's cache log below a warning: many lines that do not help a user."""
+    """Hide what Orbax and JAX's cache log below a warning: many lines that do not help a user.
+
+    An exception in a thread of Orbax is logged there with its traceback. It is hidden, too, from whatever
+    handler the user has, because it comes back from Orbax and `Saver` reports it in a sentence.
+    """
 
     def worth_reading(record: Any) -> bool:
         chatty = "orbax" in record.pathname or "compilation_cache" in record.pathname
         return record.levelno >= std_logging.WARNING or not chatty
 
+    def is_told_once(record: Any) -> bool:
+        trace = record.exc_info[2] if record.exc_info else None
+        return not any("orbax" in frame.filename for frame in traceback.extract_tb(trace))
+
     handler = logging.get_absl_handler()
+    loggers = logging.get_absl_logger(), std_logging.getLogger("asyncio")
+    before = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None):
+        # After a failed write, tensorstore's own threads print one traceback for each array that was under
+        # way: the event loop that waited for them is closed.
+        is_late = str(error) == "Event loop is closed" and "asyncio" in _innermost_file(trace)
+        if not is_late or threading.current_thread() is threading.main_thread():
+            before(kind, error, trace)
+
     handler.addFilter(worth_reading)
+    for logger in loggers:
+        logger.addFilter(is_told_once)
+    sys.excepthook = report
     try:
         yield
     finally:
+        if sys.excepthook is report:
+            sys.excepthook = before
         handler.removeFilter(worth_reading)
+        for logger in loggers:
+            logger.removeFilter(is_told_once)
+
+
+def _innermost_file(trace: TracebackType | None) -> str:
+    """Return the file in which an exception was raised; "" if unknown."""
+    frames = traceback.extract_tb(trace)
+    return frames[-1].filename if frames else ""
 
 
 @contextlib.contextmanager

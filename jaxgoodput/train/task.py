@@ -109,8 +109,10 @@ class Task:
 
         Two kinds have no epochs. They are read in their own order and need `Config.base_steps`: a
         `MapDataset` after `.repeat()`, and a stream. A stream is a grain `IterDataset`, or an iterable whose
-        iterator has `get_state()` and `set_state(state)`, with JSON values or bytes. Its state is saved in
-        checkpoints, and samples are used exactly once if the restored stream repeats them. The run ends when
+        iterator has `get_state()` and `set_state(state)`, with JSON values or bytes; or that has
+        `state_dict()` and `load_state_dict(state)`, like the data sets of Hugging Face and the loaders of
+        torchdata. Its state is saved in checkpoints, and samples are used exactly once if the restored stream
+        repeats them, which is tried before the run begins. The run ends when
         the stream does. Every process reads the whole stream and trains on its part, so it must be the same
         in all processes.
         """

@@ -15,7 +15,15 @@ from jaxgoodput.observe.events import HostJudged
 from jaxgoodput.parallel.place import place, replicas_of_group
 from jaxgoodput.train.checkpoint import Checkpoints
 from jaxgoodput.train.config import Config
-from jaxgoodput.train.control import BatchWish, Control, Due, NotSaved, Preempted, Requests
+from jaxgoodput.train.control import (
+    BatchWish,
+    Control,
+    Due,
+    NotSaved,
+    Preempted,
+    Requests,
+    explaining,
+)
 from jaxgoodput.train.evaluation import Evaluator
 from jaxgoodput.train.loop import Loop
 from jaxgoodput.train.prepare import prepare
@@ -82,10 +90,12 @@ class Trainer(Task):
             SystemExit with code 143, so that a script that does not catch it ends with that code.
           NotSaved: the run was asked to stop or is done, but its last step could not be saved. A SystemExit
             with code 75, which names the step that is safe.
-          Diverged: too many updates in a row were not finite.
+          Diverged: values of the state are no longer finite, or too many updates in a row were refused.
           InUse: another run holds the workdir; a RuntimeError.
           PeerLost: another process of the job has died.
           RuntimeError: a sample could not be read.
+          OutOfMemory: a device or the host has too little memory; a MemoryError.
+          FloatingPointError: `jax_debug_nans` or `jax_debug_infs` is set, and found something.
           ValueError, TypeError: a setting, a loss or a data set cannot work; the message names the remedy.
         """
         requests = self._requests = Requests()
@@ -93,7 +103,7 @@ class Trainer(Task):
         try:
             # The guard comes first: a stop that is requested during compilation is obeyed at step 0.
             with changed_process(self.config, requests, self.clock) as guard:
-                inputs = TaskInputs(self, self.config, self.clock)
+                inputs = self._inputs()
                 fit = _Fit(self, inputs, requests, guard)
                 if membership is None:
                     return fit.train(GenerationStart(ledger=TimeLedger(self.clock)))
@@ -114,8 +124,9 @@ class Trainer(Task):
           ValueError: the checkpoint is damaged. A `WrongWorkdirError`, which is one, if it is of another
             model.
         """
-        inputs = TaskInputs(self, self.config, self.clock)
-        return restored_state(inputs, self.devices, step=step, best=best)
+        inputs = self._inputs()
+        with explaining("the saved state"), jax.transfer_guard("allow"):
+            return restored_state(inputs, self.devices, step=step, best=best)
 
     @final
     def evaluate(self, state: TrainState) -> dict[str, float]:
@@ -127,13 +138,23 @@ class Trainer(Task):
 
         Raises ValueError if rows of that step are not kept.
         """
-        inputs = TaskInputs(self, self.config, self.clock)
+        inputs = self._inputs()
         if inputs.tables.plans:
             return self._evaluate_with_tables(inputs, state)
         if self._evaluator is None:
             where = place(self.devices, self.config.strategies)
             self._evaluator = evaluator_of(inputs, where)
         return self._summary(self._evaluator, state)
+
+    def _inputs(self) -> TaskInputs:
+        """Return the task's methods, to be checked. Raises RuntimeError if nothing can be compiled."""
+        if jax.config.values["jax_disable_jit"]:
+            raise RuntimeError(
+                "jax_disable_jit is set, but a run consists of programs that are compiled ahead. Unset it "
+                "for the run. To step through a loss in a debugger, call it on a few samples under "
+                "jax.disable_jit()."
+            )
+        return TaskInputs(self, self.config, self.clock)
 
     def _evaluate_with_tables(self, inputs: TaskInputs, state: TrainState) -> dict[str, float]:
         where = place(self.devices, self.config.strategies, spanning=True)
@@ -147,7 +168,9 @@ class Trainer(Task):
             return self._summary(evaluator_of(inputs, where, tables), state)
 
     def _summary(self, evaluator: Evaluator, state: TrainState) -> dict[str, float]:
-        summary = self.summarize(evaluator(state))
+        with explaining("the evaluation"), jax.transfer_guard("allow"):
+            outputs = evaluator(state)
+        summary = self.summarize(outputs)
         return {name: float(value) for name, value in summary.items()}
 
     @final
@@ -288,7 +311,12 @@ class _Fit:
             with ledger.bucket("training_prep"):
                 shows = config.reporting.progress and jax.process_index() == 0
                 shown = starting(lambda: compilations.num, clock) if shows else None
-                with shown or contextlib.nullcontext():
+                # What gets ready moves values as it must. The steps are guarded: see `Loop._train`.
+                with (
+                    shown or contextlib.nullcontext(),
+                    explaining("the start of the run"),
+                    jax.transfer_guard("allow"),
+                ):
                     ready = prepare(
                         inputs,
                         trainer.devices,

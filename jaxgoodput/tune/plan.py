@@ -135,6 +135,7 @@ def batch_plan(
         fixed_config,
         num_replicas=num_replicas,
         max_micro_batches=limits.max_micro_batches if accumulate else 1,
+        advice=partial(_advice, num_replicas, schedule is not None, fixed, accumulate),
     )
     start = _first_that_fits(
         partial(split, base, tolerance=tolerance if fixed else 0.0),
@@ -220,10 +221,12 @@ def fixed_config(
     *,
     tolerance: float = 0.0,
     max_micro_batches: int = 1024,
+    advice: Callable[[int, int], str] = lambda batch, largest_micro: "use one of them",
 ) -> BatchConfig:
     """Return the configuration with the fewest micro-batches whose global batch is `base`, within tolerance.
 
-    Raises Indivisible, a ValueError, naming the nearest global batches that the replicas can divide.
+    Raises Indivisible, a ValueError, naming the nearest global batches that the replicas can divide; `advice`
+    says what to do for a batch.
 
     >>> fixed_config(96, 8, largest_micro=8)
     BatchConfig(micro_batch_size=6, num_micro_batches=2, num_replicas=8)
@@ -254,9 +257,29 @@ def fixed_config(
         f"a global batch of {base} samples cannot be split into equal micro-batches over "
         f"{num_replicas} replicas (at most {max_micro_batches} of at most {largest_micro} samples, "
         f"tolerance {tolerance:.0%}). "
-        f"The nearest global batches that can are {near}: set batch.base to one of them, or raise "
-        "tuning.fixed_tolerance or batch.max_micro_batches."
+        f"The nearest global batches that can are {near}: {advice(base, largest_micro)}."
     )
+
+
+def _advice(
+    num_replicas: int,
+    is_scheduled: bool,
+    fixed: bool,
+    accumulate: bool,
+    batch: int,
+    largest_micro: int,
+) -> str:
+    """Return what to do about a batch that cannot be split; each way alone helps."""
+    ways = ["use one of them in Config.policy" if is_scheduled else "set batch.base to one of them"]
+    if fixed and not is_scheduled:
+        ways.append("raise tuning.fixed_tolerance")
+    share, rest = divmod(batch, num_replicas)
+    if share and not rest:
+        counts = range(1, share + 1)
+        needed = next(k for k in counts if share % k == 0 and share // k <= largest_micro)
+        more = f"raise batch.max_micro_batches to {needed}"
+        ways.append(more if accumulate else "allow accumulation (Tuning.accumulate)")
+    return ", or ".join(ways)
 
 
 def _nearest(base: int, num_replicas: int, largest_micro: int, most_micros: int) -> list[int]:

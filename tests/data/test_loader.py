@@ -571,6 +571,12 @@ def test_identifiers_too_large_for_the_devices_are_an_error():
             loader.next(config_of(1))
 
 
+def test_numbers_too_large_for_the_devices_are_an_error():
+    with loader_of({"x": np.array([1.0, 1e300])}, shuffle=False) as loader:
+        with pytest.raises(RuntimeError, match=r"samples 0, 1 .*\['x'\] holds 1e\+300 in row 1"):
+            loader.next(config_of(1))
+
+
 def test_a_source_that_breaks_its_promises_is_named():
     class Wrong(Source):
         def __len__(self):

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -253,6 +254,20 @@ def test_identifiers_that_do_not_fit_are_an_error_rather_than_wrapped_around():
         assert narrow(np.array([2**40])).dtype == np.int64
 
 
+def test_floats_that_do_not_fit_are_an_error_rather_than_infinite():
+    wide = np.array([[1.0, 2.0], [np.inf, -1e300]])
+    with pytest.raises(ValueError, match=r"\['x'\] holds -1e\+300 in row 1 .*float32.*infinite"):
+        narrow({"x": wide})
+    with pytest.raises(ValueError, match="complex64"):
+        narrow(np.array([1e300j]))
+    kept = narrow(np.array([np.inf, -np.inf, np.nan, 3.4e38, 1e-300]))
+    assert (
+        kept.tolist()[:2] == [np.inf, -np.inf] and np.isnan(kept[2]) and np.isfinite(kept[3:]).all()
+    )
+    with jax.enable_x64(True):
+        assert narrow(wide)[1, 1] == -1e300
+
+
 @pytest.mark.parametrize(
     ("rows", "kind", "message"),
     [
@@ -467,3 +482,168 @@ def test_a_grain_stream_goes_on_where_it_stopped():
     assert jax.tree.map(np.ndarray.tolist, rows) == jax.tree.map(
         lambda x: x[28:].tolist(), expected
     )
+
+
+# -- streams with state_dict and load_state_dict ------------------------------------------------------
+
+
+class Loadable:
+    """As Hugging Face's data sets: the state is the iterable's, and `[]` gives no sample."""
+
+    def __init__(self, end=60):
+        self.end, self.place, self.begins_at = end, 0, 0
+
+    def __getitem__(self, name):
+        raise NotImplementedError
+
+    def __iter__(self):
+        self.place = self.begins_at
+        while self.place < self.end:
+            self.place += 1  # before the sample is handed out
+            yield {"id": self.place - 1}
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.begins_at = state["place"]
+
+
+class Begun(Loadable):
+    """As torchdata's loaders: the state is no JSON, and what has ended begins anew."""
+
+    def state_dict(self):
+        return {"place": (self.place, np.int64(0)), 1: b"key"}
+
+    def load_state_dict(self, state):
+        place, _ = state["place"]
+        self.begins_at = 0 if place == self.end else place
+
+
+class Buffered(Loadable):
+    """Shuffled within a buffer that is not part of the state."""
+
+    def __iter__(self):
+        rng, buffer = np.random.default_rng(0), []
+        for row in super().__iter__():
+            buffer.append(row)
+            if len(buffer) == 8:
+                yield buffer.pop(rng.integers(8))
+        yield from buffer
+
+
+class Iterator:
+    """The iterator itself has the state."""
+
+    def __init__(self, end):
+        self.place, self.end = 0, end
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.place == self.end:
+            raise StopIteration
+        self.place += 1
+        return {"id": self.place - 1}
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+LOADABLE = {
+    "iterable": Loadable,
+    "not JSON": Begun,
+    "buffered": Buffered,
+    "iterator": lambda: Iterator(end=60),
+}
+
+
+def stream(made) -> StreamSource:
+    source = as_source(made)
+    assert isinstance(source, StreamSource)
+    return source
+
+
+def all_of(source, used=0):
+    """The samples from a place on."""
+    found = source.available(used, 1000)
+    return source.batch(np.arange(used, used + found))["id"].tolist()
+
+
+@pytest.mark.parametrize("name", LOADABLE)
+@settings(deadline=None)
+@given(reads=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 20)), max_size=8))
+def test_a_stream_with_a_state_dict_goes_on_exactly(name, reads):
+    whole, one, other = (stream(LOADABLE[name]()) for _ in range(3))
+    warning = whole.begin()
+    assert "shuffle buffer" in (warning or "") if name == "buffered" else warning is None
+    expected, used = all_of(whole), 0
+    assert sorted(expected) == list(range(60))
+    one.begin()
+    for released, ahead in reads:
+        used += min(released, one.available(used, released + ahead))
+        one.release(used)
+    saved = decode(json.loads(json.dumps(encode(one.state_at(used)))), StreamState, "stream")
+    abstract_sample(other)
+    other.restore(saved)
+    assert other.goes_on(used)
+    if used < 60:
+        assert all_of(other, used) == expected[used:]
+    assert other.available(used, 100) == 60 - used
+
+
+@pytest.mark.parametrize("place", [0, 7, 30])
+def test_a_stream_that_does_not_go_on_as_before_is_noticed(place):
+    source = stream(Loadable())
+    source.begin()
+    for first in range(0, place + 1, 3):
+        source.available(first, 3)
+        source.release(min(first + 3, place))
+    saved = source.state_at(place)
+
+    class Filtered(Loadable):
+        def __iter__(self):
+            return (row for row in super().__iter__() if row["id"] % 2)
+
+    for same, made in ((True, Loadable()), (False, Filtered()), (False, Loadable(end=0))):
+        other = stream(made)
+        other.restore(saved)
+        assert other.goes_on(place) == same
+
+
+def test_a_stream_that_draws_its_samples_anew_is_told_and_not_compared():
+    class Drawn(Loadable):
+        def __iter__(self):
+            return ({"id": row["id"], "x": np.random.normal()} for row in super().__iter__())
+
+    source, other = stream(Drawn()), stream(Drawn())
+    assert "draws them at random without a seed" in (source.begin() or "")
+    source.available(0, 5)
+    source.available(5, 5)
+    assert source.state_at(6).first is None
+    other.restore(source.state_at(6))
+    assert other.goes_on(6) and all_of(other, 6) == list(range(6, 60))
+
+
+def test_a_state_that_cannot_be_saved_is_refused():
+    class Locked(Loadable):
+        def state_dict(self):
+            return {"lock": threading.Lock()}
+
+    with pytest.raises(TypeError, match="state_dict.. of the stream Locked .* cannot be pickled"):
+        stream(Locked())
+
+
+def test_a_stream_that_cannot_be_set_back_is_told_before_a_run_begins():
+    class OneWay(Loadable):
+        def load_state_dict(self, state):
+            raise NotImplementedError("later")
+
+    with pytest.raises(
+        RuntimeError, match="load_state_dict.. of the stream OneWay failed: NotImpl"
+    ):
+        stream(OneWay()).begin()

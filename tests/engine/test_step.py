@@ -274,13 +274,15 @@ def test_noise_statistics_recover_a_planted_quadratic(
         assert error < 0.15 * value, "too noisy to tell anything"
 
 
-def test_metrics_come_off_the_wire_as_numbers_with_what_rides_along():
+@pytest.mark.parametrize("known", [False, True])
+def test_metrics_come_off_the_wire_as_numbers_with_what_rides_along(known):
     noise = adaptation.NoiseReadout(
         sqr=1.5,
         var=2.5,
-        group_sqr=jnp.array([jnp.nan, jnp.nan, jnp.nan]),
+        known=known,
+        group_sqr=jnp.array([4.0, 5.0, 6.0]),
         group_var=jnp.array([1.0, 2.0, 3.0]),
-        seen_groups=2,
+        seen_groups=0,
         num_samples=3,
         newest_samples=2,
     )
@@ -305,8 +307,10 @@ def test_metrics_come_off_the_wire_as_numbers_with_what_rides_along():
     counts = (got.num_skipped, got.skipped_in_a_row, got.num_samples, got.num_groups)
     assert counts == (7, 0, 64, 8) and all(type(n) is int for n in counts)
     assert (got.progress, got.noise.num_samples, got.noise.newest_samples) == (12.25, 3.0, 2.0)
-    assert got.noise.plain.var == 2.5 and not got.noise.is_known and not got.noise.is_lower_bound
-    assert got.noise.cautious.var.tolist() == [1.0, 2.0, 3.0]
+    assert got.noise.plain.var == 2.5
+    assert got.noise.is_known is known and got.noise.is_lower_bound is known
+    expected = [1.0, 2.0, 3.0] if known else [np.nan] * 3  # on the host, unknown is NaN
+    np.testing.assert_array_equal(got.noise.cautious.var, expected)
 
 
 # -- the pure functions ------------------------------------------------------------------------------

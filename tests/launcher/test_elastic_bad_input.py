@@ -73,7 +73,8 @@ def options_of_run():
     for action in commands.choices["run"]._actions:
         name = action.option_strings[-1]
         if name not in everywhere:
-            yield (name,) if action.nargs == 0 else (name, "3" if action.type else "x")
+            value = __file__ if name == "--hostfile" else "3" if action.type else "x"
+            yield (name,) if action.nargs == 0 else (name, value)
 
 
 @pytest.mark.parametrize("option", list(options_of_run()), ids=lambda option: option[0])
@@ -86,7 +87,7 @@ def test_an_option_of_elastic_jobs_is_refused_in_others(capsys, option):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["--nnodes", "1", "--hostfile", "twice.txt"], "b is there twice among the hosts"),
+        (["--nnodes", "1", "--hostfile", "twice.txt"], "twice.txt: b is there twice"),
         (["--nnodes", "1", "--hostfile", "slots.txt"], "the host file says 'b slots=8'"),
         (["--nnodes", "1", "--hostfile", "none.txt"], "--hostfile none.txt names no host"),
         (["--nnodes", "1", "--hosts", ","], "--hosts ',' names no host"),

@@ -73,7 +73,7 @@ def replay(scenario, rtol):
         grads = jax.tree.map(lambda *rows: sum(rows) / len(rows), *groups)
         samples = step["total_scale"] * base
         scale = noise.preconditioner(state, params, b2=0.99) if is_adam else None
-        if scale is not None:  # AdaptDL's norm is |P^-1 g|^2, ours g' P^-1 g
+        if scale is not None:  # AdaptDL's norm is |P g|^2, ours g' P g
             scale = jax.tree.map(jnp.square, scale)
         biased = len(groups) == 1
         if not biased:

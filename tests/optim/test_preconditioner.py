@@ -1,4 +1,4 @@
-"""What `preconditioner` finds is what the optimizer divides by, however the states are nested."""
+"""What `preconditioner` finds is what the optimizer multiplies by, however the states are nested."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from jaxgoodput.optim import noise
 PARAMS: dict[str, Any] = {"a": jnp.zeros((2, 3)), "b": {"c": jnp.zeros((4,))}}
 LABELS = {"a": "first", "b": "second"}
 
-# Without a first moment the update is the gradient over the preconditioner.
+# Without a first moment the update is the gradient times the preconditioner.
 TRANSFORMS: dict[str, Any] = {
     "adam": optax.scale_by_adam(b1=0.0),
     "adam, b2 of its own": optax.scale_by_adam(b1=0.0, b2=0.9, eps=1e-3),
@@ -44,12 +44,12 @@ def run(tx, steps, key):
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_update_is_gradient_over_preconditioner(name, key):
+def test_update_is_gradient_times_preconditioner(name, key):
     constants: Any = {"b2": 0.9, "eps": 1e-3} if name == "adam, b2 of its own" else {}
     grads, updates, state = run(TRANSFORMS[name], 7, key)
     scale = jax.jit(lambda s: noise.preconditioner(s, PARAMS, **constants))(state)
     jax.tree.map(
-        lambda g, p, u: np.testing.assert_allclose(g / p, u, rtol=1e-4), grads, scale, updates
+        lambda g, p, u: np.testing.assert_allclose(g * p, u, rtol=1e-4), grads, scale, updates
     )
 
 

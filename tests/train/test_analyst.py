@@ -147,6 +147,7 @@ class Course:
         noise = NoiseReadout(
             sqr=1e-6,
             var=1.0,
+            known=True,
             group_sqr=np.array([1e-6]),
             group_var=np.array([1.0]),
             seen_groups=1.0,

@@ -106,9 +106,9 @@ def test_limits_in_the_wrong_order(limits, what):
     [
         ({"epochs": None, "base_steps": None}, "exactly one of base_steps and epochs"),
         ({"epochs": 1, "base_steps": 10.0}, "exactly one of base_steps and epochs"),
-        ({"epochs": 0}, "epochs must be positive; got 0"),
-        ({"saving__every_s": 0.0}, "Saving.every_s must be positive"),
-        ({"policy": "greedy"}, "policy must be one of .* got 'greedy'"),
+        ({"epochs": 0}, "epochs must be .* at least 1.*got 0"),
+        ({"saving__every_s": 0.0}, "Saving.every_s must be a number of seconds, above 0"),
+        ({"policy": "greedy"}, "policy must be .* got 'greedy'"),
         ({"compute_dtype": "float16"}, "would need loss scaling.* Use 'bfloat16'"),
         ({"tuning__max_growth": 1.0}, 'policy="fixed"'),
     ],

@@ -665,6 +665,8 @@ saved_metas = objects(
     data=st.none() | objects(num_samples=counts, content=st.none() | st.text()),
     base_batch_size=st.none() | counts,
     tables=st.dictionaries(st.text(), counts, max_size=2),
+    lost=st.none() | st.dictionaries(st.text(), counts, max_size=2),
+    began=st.dictionaries(st.text(), st.text(), max_size=2),
     version=st.just(VERSION),
 )
 
@@ -799,6 +801,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(small_disk):
     assert saved["5"] == "None"
     assert any("space" in error for error in saved.values()), saved
     assert "Training goes on" in ended.stderr and "Free some space" in ended.stderr
+    assert "Traceback" not in ended.stderr and len(ended.stderr.splitlines()) < 12
     # The old one stayed, and the last was written once there was room again.
     assert steps_in(small_disk) == [5, 80]
 

@@ -54,6 +54,7 @@ def save(workdir, strategy):
         timings={},
         statistics_every=1,
         ledger=SavedLedger(saved_at=0.0),
+        lost={},
     )
     assert checkpoints.save(state, meta) is None
     checkpoints.close()

@@ -134,6 +134,55 @@ def test_a_stream_is_used_once_over_restarts_and_changes_of_batch(tmp_path):
     assert seen.of(FitEnd)[0].reason == "done" and seen.of(FitEnd)[0].samples == 3 * NUM_SAMPLES
 
 
+class Rows:
+    """A stream as Hugging Face's: the state is the data set's, and lacks the buffer that shuffles."""
+
+    def __init__(self, ids, buffer=1):
+        self.ids, self.buffer, self.begins_at, self.place = ids, buffer, 0, 0
+
+    def __iter__(self):
+        rng, held = np.random.default_rng(0), []
+        for place in range(self.begins_at, len(self.ids)):
+            self.place = place + 1
+            held.append(self.ids[place])
+            if len(held) == self.buffer:
+                yield {"id": held.pop(rng.integers(self.buffer))}
+        yield from ({"id": i} for i in held)
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.begins_at = state["place"]
+
+
+class Loadable(Counting):
+    def __init__(self, config, rows, **options):
+        super().__init__(config, **options)
+        self.rows = rows
+
+    def dataset(self):
+        return self.rows
+
+    def loss(self, params, batch, key):
+        return super().loss(params, {**batch, "x": jnp.ones((len(batch["id"]), 4))}, key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("buffer", [1, 10])
+def test_a_stream_with_a_state_dict_is_used_once_over_restarts(tmp_path, buffer):
+    settings = counting_config(tmp_path, base_steps=1000.0)
+    ids, device = np.tile(np.arange(NUM_SAMPLES), 2), jax.devices()[:1]
+    for end in (1, 5, 8):
+        stopped_at(Loadable(settings, Rows(ids, buffer), devices=device, loop=InStep), end)
+    with pytest.raises(
+        WrongWorkdirError, match="sample .* of the stream is not the one that it was"
+    ):
+        Loadable(settings, Rows(ids[::-1], buffer), devices=device).fit()
+    state = Loadable(settings, Rows(ids, buffer), devices=device).fit()
+    np.testing.assert_array_equal(state.params["count"], 2)
+
+
 @pytest.mark.slow
 def test_a_stream_trains_under_the_default_policy(tmp_path):
     settings = counting_config(tmp_path, base_steps=4.0, policy="goodput")

@@ -241,7 +241,7 @@ def test_one_that_would_be_lost_is_refused(tmp_path):
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.5, float("nan")])
 def test_a_share_that_cannot_work_is_named(tmp_path, share):
-    with pytest.raises(ValueError, match="Config.ema must be a share, above 0 and below 1"):
+    with pytest.raises(ValueError, match="Config.ema must be a number between 0 and 1"):
         config(tmp_path, ema=share)
 
 

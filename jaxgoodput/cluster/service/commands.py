@@ -4,21 +4,65 @@
 """
 
 import argparse
-import pathlib
+from urllib.parse import urlsplit
 
-from jaxgoodput._commands import Action, Commands, OneOf, Option, argument, number, switch, text
+from jaxgoodput._commands import (
+    Action,
+    Commands,
+    OneOf,
+    Option,
+    argument,
+    file,
+    folder,
+    number,
+    switch,
+    text,
+)
+from jaxgoodput._serial import shortened
 
+
+def _name(text: str) -> str:
+    """Parse a name that can be part of a path, as an argparse type."""
+    from jaxgoodput.cluster.service.wire import check_name
+
+    try:
+        check_name(text, "this")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _url(text: str) -> str:
+    """Parse the address of a service, as an argparse type."""
+    try:
+        parts = urlsplit(text)
+        is_right = (
+            parts.scheme in ("http", "https") and parts.hostname and not parts.path.strip("/")
+        )
+        is_right = is_right and parts.port != 0
+    except ValueError:  # raised for the port, and for brackets
+        is_right = False
+    if not is_right:
+        raise argparse.ArgumentTypeError(
+            f"{shortened(text)}: expected http://HOST:PORT or https://HOST:PORT, as `jaxgoodput serve` "
+            "prints it"
+        )
+    return text
+
+
+# fmt: off
 _FOLDER = text("--folder", "DIR", "folder of the service (default: .jaxgoodput/service in the home folder)",
-               type=pathlib.Path)  # fmt: skip
+               type=folder)
+# fmt: on
 
 # How a command finds the service.
 _CONNECTION = (
     text("--scheduler", "URL", "address of the service (default: the service that was last started with this "
-         "--folder)"),
+         "--folder)", type=_url),
     text("--token-file", "F", "file that holds the token (default: the one in the "
-         "--folder)", type=pathlib.Path),
+         "--folder)", type=file),
     text("--ca", "F", "certificate authority that signed the service's certificate, if this system does "
-         "not know it", type=pathlib.Path),
+         "not know it", type=file),
     _FOLDER,
 )  # fmt: skip
 
@@ -37,15 +81,15 @@ _SERVE = (
          "per processor)"),
     *_AGENT,
     text("--host", "HOST", "address to listen on", "127.0.0.1"),
-    number("--port", "PORT", 0, "port to listen on; 0: any free one", 8765),
+    number("--port", "PORT", 0, "port to listen on; 0: any free one", 8765, most=65535),
     text("--tokens", "F", 'JSON file: {"tokens": [{"token": ..., "tenant": ..., "role": '
-         '"user|node|operator"}, ...]} (default: one operator token, made in the folder)', type=pathlib.Path),
-    text("--tls-certificate", "F", "certificate of the service, for HTTPS", type=pathlib.Path),
-    text("--tls-key", "F", "private key of the certificate", type=pathlib.Path),
+         '"user|node|operator"}, ...]} (default: one operator token, made in the folder)', type=file),
+    text("--tls-certificate", "F", "certificate of the service, for HTTPS", type=file),
+    text("--tls-key", "F", "private key of the certificate", type=file),
     text("--policy", "NAME", "scheduling policy, see `jaxgoodput simulate --list`", "goodput"),
     text("--sharing", "F", "JSON file with tenants, quota, reservations and price_per_hour, as in a "
          "ClusterSpec",
-         type=pathlib.Path),
+         type=file),
     number("--min-gap-s", "S", 0.0, "minimum seconds between two plans", 5.0),
     number("--max-gap-s", "S", 1.0, "maximum seconds between two plans", 60.0),
     number("--restart-s", "S", 0.0, "assumed seconds that a change costs, until a job has shown its "
@@ -62,7 +106,7 @@ _SERVE = (
 )  # fmt: skip
 
 _NODE = (
-    text("--name", "NAME", "name of this node (default: its host name)"),
+    text("--name", "NAME", "name of this node (default: its host name)", type=_name),
     text("--address", "HOST", "address by which other nodes reach this one (default: 127.0.0.1 if the "
          "scheduler is there, else the host name)"),
     text("--label", "LEVEL=DOMAIN", "topology label, such as rack=r3; coordinates= lets coordinators of "
@@ -86,7 +130,7 @@ _DEVICES = (
 
 _MANIFESTS = (
     text("--image", "IMAGE", "image with jaxgoodput[service] and your programs", required=True),
-    text("--cluster", "NAME", "name of the JobSet", "jaxgoodput"),
+    text("--cluster", "NAME", "name of the JobSet", "jaxgoodput", type=_name),
     number("--nodes", "N", 1, "number of nodes", 2),
     number("--devices", "D", 1, "devices of a node", 8),
     text("--kind", "KIND", "kind of the devices", "gpu"),
@@ -95,7 +139,8 @@ _MANIFESTS = (
 )  # fmt: skip
 
 _SUBMIT = (
-    text("--name", "NAME", "name of the job (default: the script's name and a few random letters)"),
+    text("--name", "NAME", "name of the job (default: the script's name and a few random letters)",
+         type=_name),
     number("--min", "A", 1, "minimum number of devices (default: 1)"),
     number("--max", "B", 1, "maximum number of devices (default: 64)"),
     text("--mode", "MODE", "adaptive: devices and batch change; elastic: the batch is fixed; rigid: the "
@@ -103,14 +148,14 @@ _SUBMIT = (
          "--max", "adaptive", choices=("adaptive", "elastic", "rigid")),
     number("--devices-per-process", "D", 1, "devices of each process, such as those that share one "
            "replica", 1),
-    number("--weight", "W", 0.0, "priority", 1.0),
+    number("--weight", "W", 1e-3, "priority", 1.0, most=1e3),
     text("--tenant", "NAME", "tenant that the job belongs to", "default"),
     text("--kinds", "A,B,...", "kinds of device that the job accepts (default: all)"),
     text("--level", "LEVEL", "topology level, such as rack; all devices of the job lie within one of its "
          "domains"),
     number("--min-run-s", "S", 0.0, "seconds for which the job keeps the devices it gets", 0.0),
     text("--workdir", "DIR", "workdir of the run, whose journal holds what the job measured (default: the "
-         "--workdir among its arguments)"),
+         "--workdir among its arguments)", type=folder),
     switch("--what-if", help="print what would happen, and submit nothing"),
     *_CONNECTION,
 )  # fmt: skip

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import os
 import pathlib
+import re
 import secrets
 import signal
 import socket
@@ -87,7 +88,7 @@ def _service(options, folder: pathlib.Path):
     if options.sharing is not None:
         try:
             sharing = decode(parse(options.sharing.read_text()), wire.Sharing, "sharing")
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise ValueError(f"--sharing {options.sharing}: {error}") from None
     if not options.min_gap_s <= options.max_gap_s:
         raise ValueError(
@@ -121,9 +122,9 @@ def _local(options, folder: pathlib.Path) -> tuple[str, ...]:
     text = options.local or f"1x{os.cpu_count() or 1}"
     if text == "0":
         return ()
-    count, cross, devices = text.partition("x")
-    if not (cross and count.isdigit() and devices.isdigit() and int(count) and int(devices)):
+    if not (found := re.fullmatch("([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text)):
         raise ValueError(f"--local {text}: give NODESxDEVICES, such as 1x8, or 0 for none.")
+    count, devices = found.groups()
     if options.tokens is not None:
         raise ValueError(
             "--local with --tokens: it is not clear which token the nodes should use. Give --local 0, and "
@@ -272,6 +273,11 @@ def _submission(options, command: list[str]) -> wire.Submission:
     """Return the job that the options describe. Raises ValueError."""
     script = next((word for word in command if word.endswith(".py")), command[0])
     each = options.devices_per_process
+    if (options.min or each) > (options.max or 64):
+        raise ValueError(
+            f"--min {options.min or each} is above --max {options.max or 64}. Raise --max, or lower --min or "
+            "--devices-per-process."
+        )
     most = options.max or max(64 // each * each, each)
     return wire.Submission(
         spec=JobSpec(
@@ -288,7 +294,7 @@ def _submission(options, command: list[str]) -> wire.Submission:
         ),
         command=tuple(command),
         cwd=str(pathlib.Path.cwd()),
-        workdir=options.workdir or workdir_of(command),
+        workdir=str(options.workdir or "") or workdir_of(command),
         devices_per_process=each,
     )
 
@@ -454,10 +460,13 @@ def _connect(options) -> tuple[str, Callable[[], Client]]:
             url = (folder / "address").read_text().strip()
         except OSError:
             raise ValueError(
-                f"no service was started with the folder {folder}. Give --scheduler URL and --token-file, or "
+                f"no service was started with --folder {folder}. Give --scheduler URL and --token-file, or "
                 "start a service here: `jaxgoodput serve`."
             ) from None
-    token = read_token(options.token_file or folder / "token")
+    try:
+        token = read_token(options.token_file or folder / "token")
+    except ValueError as error:
+        raise ValueError(f"--token-file: {error}") from None
     Client(url, token, ca=ca)  # raises now if the URL is wrong
     return url, lambda: Client(url, token, ca=ca)
 

@@ -6,7 +6,7 @@ import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxgoodput._commands import DONE, Commands, OneOf, number, switch, text, wrong
+from jaxgoodput._commands import DONE, Commands, OneOf, folder, number, switch, text, wrong
 
 _OPTIONS = (
     text("--policy", "A,B,...", "names of policies, see --list (default: goodput,sia,pollux,tiresias; "
@@ -39,10 +39,10 @@ _OPTIONS = (
     text("--deadlines", "D", "SHARE:MULTIPLE: this share of the jobs is due MULTIPLE times its ideal run "
          "time after its submission (default: none)"),
     switch("--declared-progress", help="let adaptive jobs tell the scheduler how much work is left"),
-    number("--seed", "N", 0, "seed of jobs, noise and failures", 0),
-    number("--hours", "H", 0.0, "synthetic: hours during which jobs arrive (default: 8)"),
+    number("--seed", "N", 0, "seed of jobs, noise and failures", 0, most=2**63 - 1),
+    number("--hours", "H", 1e-3, "synthetic: hours during which jobs arrive (default: 8)", most=1e5),
     text("--speed", "K=N", "synthetic: speed of each kind of device, KIND=NUMBER,..., relative to a T4"),
-    text("--out", "DIR", "folder for results.json and the pictures"),
+    text("--out", "DIR", "folder for results.json and the pictures", type=folder),
     OneOf((
         text("--explain", "JOB@TIME", "instead of comparing: why this job had its devices at that time, "
              "what else it could have had at which price, and which jobs had the other devices; TIME in "
@@ -153,7 +153,6 @@ def _compare(options, scenario, settings, policies) -> None:
         tenants_table,
     )
 
-    folder = _folder(options.out)
     with _progress() as on_progress:
         results = compare(scenario, policies, settings, on_progress=on_progress)
     devices = sum(node.num_devices for node in scenario.cluster.nodes)
@@ -168,22 +167,8 @@ def _compare(options, scenario, settings, policies) -> None:
     )
     shown = ("\n".join(filter(None, lines)) for lines in paragraphs)
     print("\n\n".join(filter(None, shown)))
-    if folder is not None:
-        _write(folder, scenario, settings, results)
-
-
-def _folder(path: str | None) -> pathlib.Path | None:
-    """Return the folder to write into; it is made only after the simulation, which may take hours.
-
-    Raises ValueError if it cannot be made because a file is in the way.
-    """
-    if path is None:
-        return None
-    folder = pathlib.Path(path)
-    existing = next(p for p in (folder, *folder.resolve().parents) if p.exists())
-    if not existing.is_dir():
-        raise ValueError(f"--out {path}: {existing} is a file; name a folder.")
-    return folder
+    if options.out is not None:  # made only now: the simulation may have taken hours
+        _write(options.out, scenario, settings, results)
 
 
 def _write(folder: pathlib.Path, scenario, settings, results: Sequence) -> None:

@@ -26,6 +26,7 @@ from jaxgoodput.cluster.scheduler.policy import JobView, Mode
 from jaxgoodput.cluster.scheduler.shapes import shape_in_words
 from jaxgoodput.cluster.simulate.checks import check
 from jaxgoodput.cluster.simulate.comparison import plain_table
+from jaxgoodput.cluster.simulate.key_numbers import naming
 from jaxgoodput.cluster.simulate.scenario import Scenario
 from jaxgoodput.cluster.simulate.settings import Settings
 from jaxgoodput.cluster.simulate.simulator import SimulatedDecision, decision_at
@@ -61,7 +62,8 @@ def explanation(
     Raises ValueError if there is no such job or time.
     """
     job, at_s = read_moment(text, "--explain")
-    decided, _ = _decided(scenario, name, named, settings, at_s, None)
+    with naming(f"--explain {text!r}"):
+        decided, _ = _decided(scenario, name, named, settings, at_s, None)
     view = next((v for v in decided.jobs if v.spec.id == job), None)
     if view is None:
         raise ValueError(f"--explain {text!r}: {_absent(job, at_s, decided)}")
@@ -111,7 +113,8 @@ def what_if(
     """
     what, at_s = read_moment(text, "--what-if")
     trace = read_job(what, at_s)
-    decided, view = _decided(scenario, name, named, settings, at_s, trace)
+    with naming(f"--what-if {text!r}"):
+        decided, view = _decided(scenario, name, named, settings, at_s, trace)
     assert view is not None  # it was asked for
     plan = with_job(view, decided.jobs, decided.cluster, named.policy, decided.now_s)
     found = changes(decided.jobs, decided.cluster, decided.plan, plan)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from jaxgoodput._serial import loads
+from jaxgoodput._serial import loads, shortened
 from jaxgoodput.cluster.published import traces
 from jaxgoodput.cluster.published.traces import TraceJob
 from jaxgoodput.cluster.simulate.conditions.due import read_deadlines, with_deadlines
@@ -204,7 +204,7 @@ def _synthetic(
     workload: str, cluster: str | None, seed: int, hours: float, speed: str | None
 ) -> Scenario:
     number = workload.partition(":")[2]
-    if number and not re.fullmatch("[0-9]{1,6}", number):
+    if number and not re.fullmatch("0*[1-9][0-9]{0,5}", number):
         raise ValueError(
             f"--workload {workload!r}: the number of jobs, below a million, comes after synthetic:, such as "
             "synthetic:160."
@@ -238,9 +238,13 @@ def _synthetic(
 def _published(workload: str, cluster: str | None) -> Scenario:
     """Read a workload in the layout that Pollux, Sia or Gavel ship."""
     path = pathlib.Path(workload)
-    if not path.exists():
+    try:
+        is_there = path.exists()
+    except OSError:  # a name that is too long
+        is_there = False
+    if not is_there:
         raise ValueError(
-            f"--workload {workload!r}: there is no such file or folder. Give synthetic:JOBS, or a "
+            f"--workload {shortened(workload)}: there is no such file or folder. Give synthetic:JOBS, or a "
             "workload in the layout that Pollux, Sia or Gavel ship."
         )
     path = _one_file(path) if path.is_dir() else path

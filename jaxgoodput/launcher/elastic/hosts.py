@@ -97,11 +97,7 @@ def remote(names: Sequence[str], secret: str, *, shell: str, python: str) -> Loc
     """Run agents on other hosts through a remote shell, such as `ssh -o BatchMode=yes`, in this folder.
 
     The shell is called as `SHELL HOST COMMAND`, where COMMAND is one word for the shell on that host.
-    Raises UsageError for a name that occurs twice.
     """
-    twice = sorted({name for name in names if list(names).count(name) > 1})
-    if twice:
-        raise UsageError(f"{', '.join(twice)} is there twice among the hosts. Name each host once.")
 
     def command(name: str, arguments: Sequence[str]) -> list[str]:
         there = shlex.join([python, "-m", "jaxgoodput.cli", *arguments])

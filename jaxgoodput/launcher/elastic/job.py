@@ -72,10 +72,12 @@ def run_elastic(command: Sequence[str], job: Job, *, clock: Clock | None = None)
     host, port = _endpoint(job)
     needed = limits.needed
     if port is None and 0 < len(started.names) < needed:
+        grouped = job.hosts_per_group is not None
         raise UsageError(
-            f"--nnodes {job.least}:{job.most} needs {needed} hosts, {len(started.names)} are named, and "
-            "no other host knows where to connect. Name more hosts, or give a port that others can connect "
-            "to: --rdzv-endpoint HOST:PORT."
+            f"--nnodes {job.least}:{job.most} needs {needed} hosts"
+            + f" in groups of {job.hosts_per_group} (--hosts-per-group)" * grouped
+            + f", {len(started.names)} are named, and no other host knows where to connect. Name more hosts, "
+            "or give a port that others can connect to: --rdzv-endpoint HOST:PORT."
         )
     from jaxgoodput import _jax
 

@@ -57,15 +57,15 @@ class Limits:
             )
         if self.group_size < 1 or self.most < self.group_size:
             raise ValueError(
-                f"A group of {self.group_size} processes does not fit into a job of at most {self.most}. "
-                f"Give a group 1 to {self.most} processes, or raise MAX."
+                f"--hosts-per-group {self.group_size}: such a group does not fit into a job of at most "
+                f"{self.most}. Give a group 1 to {self.most} processes, or raise MAX."
             )
         if self.max_restarts < 0:
             raise ValueError(f"max_restarts={self.max_restarts} is negative. Give 0 or more.")
         if self.exclude_slow and not self.exclude_slow > 1:
             raise ValueError(
-                f"exclude_slow={self.exclude_slow:g} would leave out healthy hosts, which need about 1 times "
-                "the median of the others. Give more than 1, such as 2, or 0 to leave no host out."
+                f"--exclude-slow {self.exclude_slow:g} would leave out healthy hosts, which need about 1 "
+                "times the median of the others. Give more than 1, such as 2, or 0 to leave no host out."
             )
 
     @property

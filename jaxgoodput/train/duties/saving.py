@@ -1,8 +1,12 @@
-"""`Saver`: writes checkpoints of a run, and knows whether its last step is safe."""
+"""`Saver`: writes checkpoints of a run, and knows whether its last step is safe.
+
+All values of a state are checked before it is written. If any was finite when the run began and is not any
+more, the state is written elsewhere, and the run ends as `Diverged`.
+"""
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import jax
@@ -14,9 +18,10 @@ from jaxgoodput.engine.state import TrainState
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.events import Checkpoint
 from jaxgoodput.train.analyst import Analyst
-from jaxgoodput.train.checkpoint import ELSEWHERE, CheckpointMeta
+from jaxgoodput.train.checkpoint import ELSEWHERE, NO_SPACE, SPOILT, CheckpointMeta, Checkpoints
 from jaxgoodput.train.config import Config
-from jaxgoodput.train.control import SAVED, UNSAVED, NotSaved
+from jaxgoodput.train.control import SAVED, UNSAVED, Diverged, NotSaved, is_of_a_peer
+from jaxgoodput.train.duties.certifying import Certifier
 from jaxgoodput.train.prepare import PreparedRun
 from jaxgoodput.train.runs.membership import RunSnapshot
 
@@ -33,22 +38,26 @@ class Saver:
     ledger: TimeLedger
     clock: Clock
     done: Callable[[], int]
+    certifier: Certifier
     lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def save(self, *, wait: bool = False) -> str | None:
         """Save the last step; returns what went wrong with this checkpoint, or the one before it.
 
-        With `wait`, return when it is on the disk.
+        With `wait`, return when it is on the disk. Raises Diverged, in all processes, if the state is not
+        worth it.
         """
         start_s, decisions = self.clock.now(), self.start.run.decisions
         with self.ledger.bucket("checkpoint_save"), jax.transfer_guard("allow"), self.lock:
-            _, meta = self._snapshot()
-            meta, error = self.with_tables(meta)
-            is_of_tables = error is not None  # its own message names the remedy
-            if not self.start.feed.agrees(error is None):
-                error = error or f"step {meta.step}: {ELSEWHERE}"
-            state = self.start.run.to_save(self.start.now)
+            error, is_of_tables, meta = self.certify(), False, self._certified()
             if error is None:
+                meta, error = self.with_tables(meta)
+                is_of_tables = error is not None  # its own message names the remedy
+                if not self.start.feed.agrees(error is None):
+                    self.certify()  # the rows may be the reason
+                    error = error or f"step {meta.step}: {ELSEWHERE}"
+            if error is None:
+                state = self.start.run.to_save(self.start.now)
                 error = self.start.checkpoints.save(state, meta)
             if wait:  # in every process, even if this one has failed: the others wait for it
                 failed = self.start.checkpoints.wait(alone=not decisions.is_together)
@@ -59,9 +68,59 @@ class Saver:
         self.analyst.tell(Checkpoint(step=self.start.now.step, seconds=seconds, error=error))
         return error
 
+    def certify(self, *, rows: bool = False) -> str | None:
+        """Raise Diverged, in all processes, if values of the state or of rows on the disk are lost.
+
+        With `rows`, all rows of tables on the device are checked, too. Returns why the check was not
+        possible, or None. Waits for the last step.
+        """
+        certifier, lost, failure = self.certifier, {}, None
+        if not self.start.run.decisions.is_together and self.start.now.engine.spans:
+            return "the processes that hold the state are not together any more"
+        with jax.transfer_guard("allow"):
+            try:
+                lost = certifier.lost(rows=rows)
+            except Exception as error:
+                if is_of_a_peer(error):
+                    raise
+                failure = f"step {self.start.now.step}: {type(error).__name__}: {error}"
+            if certifier.agreed(not lost and failure is None):
+                return None
+            if certifier.agreed(not lost):
+                return failure or f"step {self.start.now.step}: {ELSEWHERE}"
+            told, step = certifier.told(lost), self.start.now.step
+            aside = self._set_aside(lost)
+        raise self.diverged(
+            f"values that were finite are not any more, as found at step {step}: {told}.",
+            f"{aside} Run again to go on from the last certified checkpoint. First lower the learning rate, "
+            "clip gradients, or look at the schedule and at what the optimizer divides by, such as eps.",
+        )
+
+    def diverged(self, why: str, remedy: str) -> Diverged:
+        """Return the error for a run that cannot go on, which names the last certified checkpoint."""
+        # The newest one may still be on its way to the disk.
+        error = self.start.checkpoints.wait(alone=True)
+        safe = self.safe_step()
+        held = "No checkpoint is certified" if safe is None else f"Step {safe} is certified"
+        later = f"; a later one could not be written ({error})" if error is not None else ""
+        return Diverged(f"{why} {held} in {self.config.workdir}{later}. {remedy}", safe)
+
+    def _set_aside(self, lost: Mapping[str, int]) -> str:
+        """Write a state with lost values beside the checkpoints; returns a sentence on where it is."""
+        decisions, workdir = self.start.run.decisions, self.config.workdir
+        meta = dataclasses.replace(self._snapshot()[1], lost=lost or {ELSEWHERE: 1})
+        aside = Checkpoints(workdir, keep=1, spans=self.start.where.spans, folder=SPOILT)
+        error = aside.save(self.start.run.to_save(self.start.now), meta)
+        error = aside.wait(alone=not decisions.is_together) or error
+        aside.close()
+        if error is not None:
+            return f"The state could not be set aside ({error})."
+        return f"The state is set aside in {workdir}/{SPOILT}/{meta.step}."
+
     def _warn(self, error: str, *, goes_on: bool, is_of_tables: bool) -> None:
         """Warn of a checkpoint that was not written, with the remedy unless the error names it itself."""
-        is_of_disk = "Errno" in error or "os_error_code" in error  # of Python, of tensorstore
+        # The others are of Python and of tensorstore.
+        is_of_disk = any(word in error for word in (NO_SPACE, "Errno", "os_error_code"))
         remedy = f" Free some space, or make {self.config.workdir} writable."
         logging.warning(
             "the checkpoint was not written (%s). %solder checkpoints stay.%s",
@@ -102,9 +161,7 @@ class Saver:
             if self.start.now.is_changing or meta.step != self.start.now.step:
                 return  # the loop has come back
             with jax.transfer_guard("allow"):
-                error = self.start.checkpoints.save(state, meta) or self.start.checkpoints.wait(
-                    alone=True
-                )
+                error = self._save_alone(state, meta)
             logging.warning(
                 "step %d, saved by another thread because the loop is busy: %s",
                 meta.step,
@@ -113,11 +170,30 @@ class Saver:
         finally:
             self.lock.release()
 
+    def _save_alone(self, state: TrainState, meta: CheckpointMeta) -> str | None:
+        """Check and write a state without the other processes; returns what went wrong."""
+        if lost := self.certifier.lost():
+            return f"values are no longer finite: {self.certifier.told(lost)}"
+        checkpoints = self.start.checkpoints
+        error = checkpoints.save(state, dataclasses.replace(meta, lost={}))
+        return error or checkpoints.wait(alone=True)
+
     def with_tables(self, meta: CheckpointMeta | None = None) -> tuple[CheckpointMeta, str | None]:
         """Commit the tables; returns the metadata with their commits, and what went wrong."""
         meta = self._snapshot()[1] if meta is None else meta
         commits, error = self.start.feed.commit(meta.step, self.start.checkpoints.steps)
         return dataclasses.replace(meta, tables=commits), error
+
+    def commit_last(self) -> str | None:
+        """Check the last step and commit the tables without a checkpoint; returns what went wrong.
+
+        The state is returned to the user. Raises Diverged if it is not good.
+        """
+        self.certify()
+        error = self.with_tables()[1]
+        if not self.start.feed.agrees(error is None):
+            self.certify()  # the rows may be the reason
+        return error
 
     def kept(self) -> RunSnapshot:
         """Return the run as it is after the last step that was done, in host memory."""
@@ -127,7 +203,7 @@ class Saver:
         return RunSnapshot(leaves, dataclasses.replace(meta, leaves=describe(state)))
 
     def safe_step(self) -> int | None:
-        """Return the step of the newest checkpoint; None if there is none."""
+        """Return the step of the newest certified checkpoint; None if there is none."""
         try:
             return self.start.checkpoints.newest()
         except OSError as error:  # the workdir itself is gone
@@ -143,6 +219,10 @@ class Saver:
         if self.is_safe():
             return SAVED, f"step {self.safe_step() or 0} is saved"
         return UNSAVED, str(NotSaved(self.done(), self.safe_step(), "it took too long"))
+
+    def _certified(self) -> CheckpointMeta:
+        """Return the metadata of a state whose values were checked and found good."""
+        return dataclasses.replace(self._snapshot()[1], lost={})
 
     def _snapshot(self) -> tuple[TrainState, CheckpointMeta]:
         now = self.start.now
@@ -160,4 +240,5 @@ class Saver:
             metrics=metrics if step == now.step else {},
             data=self.start.data,
             base_batch_size=self.config.batch.base,
+            began=self.start.values.origin.packed,
         )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
 
+from jaxgoodput._jax import trying
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.readers import Attempts
 from jaxgoodput.data.sources import Source, abstract_sample, as_source, is_endless
@@ -160,11 +161,12 @@ def _trained(params: PyTree, mask: PyTree | None) -> PyTree:
 
 def _treatment(tx: optax.GradientTransformation, kept: PyTree, config: Config) -> Treatment:
     """Return how the noise and the learning rate of an optimizer are treated, found by probing it."""
-    jax.eval_shape(saveable(tx.init, "the state of optimizer()"), kept)
     preconditioned = config.statistics.preconditioned
     if config.statistics.from_norm_layers:
         preconditioned = False
-    return treatment_of(tx, kept, config.rule, preconditioned)
+    with trying():
+        jax.eval_shape(saveable(tx.init, "the state of optimizer()"), kept)
+        return treatment_of(tx, kept, config.rule, preconditioned)
 
 
 def _require_progress(treatment: Treatment, config: Config) -> None:

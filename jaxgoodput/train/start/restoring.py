@@ -1,6 +1,7 @@
 """Reading and writing a workdir before the first step: who holds it, and which checkpoint the run resumes."""
 
 import contextlib
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from jaxgoodput.train.checkpoint import (
 )
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.runs.membership import RunSnapshot
+from jaxgoodput.train.start.lost_values import Origin, floats
 from jaxgoodput.train.start.plans import RunSetup, abstract_as_saved, set_up
 from jaxgoodput.train.start.problem import TaskInputs
 from jaxgoodput.train.tables.commits import Opener, Tables
@@ -149,24 +151,50 @@ def _require_same_data(
     if where.everywhere(not changed):
         return
     what = " and ".join(changed) or "another process reads other data"
-    if not config.saving.allow_changed_data:
-        raise WrongWorkdirError(
-            f"{what}, against the checkpoint of step {meta.step} in {config.workdir}. Use another workdir, "
-            "or set Config.saving.allow_changed_data: then samples need no longer come exactly once."
-        )
-    logging.warning(
-        "%s, against the checkpoint of step %d. Training goes on, because "
-        "Config.saving.allow_changed_data is set.",
-        what,
-        meta.step,
+    _refuse_or_warn(
+        f"{what}, against the checkpoint of step {meta.step} in {config.workdir}", config
     )
 
 
-def resume_stream(source: Source, meta: CheckpointMeta) -> None:
-    """Set a stream back to the place that the checkpoint recorded.
+def _refuse_or_warn(what: str, config: Config) -> None:
+    if not config.saving.allow_changed_data:
+        raise WrongWorkdirError(
+            f"{what}. Use another workdir, or set Config.saving.allow_changed_data: then samples need no "
+            "longer come exactly once."
+        )
+    logging.warning(
+        "%s. Training goes on, because Config.saving.allow_changed_data is set.",
+        what,
+    )
+
+
+def kept_order(meta: CheckpointMeta, data: Fingerprint, config: Config) -> Fingerprint:
+    """Return the fingerprint with the checkpoint's order, which a resumed run keeps.
+
+    If this run's settings ask for another order, a warning has both.
+    """
+    changed = []
+    if meta.cursor.seed != config.seed and data.shuffle is not None:
+        changed.append(f"Config.seed={config.seed} instead of {meta.cursor.seed}")
+    saved = None if meta.data is None else meta.data.shuffle
+    if None not in (saved, data.shuffle) and saved != data.shuffle:
+        changed.append(f"Config.shuffle={data.shuffle} instead of {saved}")
+    if changed:
+        logging.warning(
+            "this run asks for %s. It keeps the order of samples of the checkpoint of step %d, so that each "
+            "sample still comes once per epoch. A new workdir starts with another order.",
+            " and ".join(changed),
+            meta.step,
+        )
+    return data if saved is None else dataclasses.replace(data, shuffle=saved)
+
+
+def resume_stream(source: Source, meta: CheckpointMeta, config: Config, where: Place) -> None:
+    """Set a stream back to the place that the checkpoint recorded; all processes call this together.
 
     Raises WrongWorkdirError if the checkpoint is of a data set that was a stream and this one is not, or the
-    other way round.
+    other way round; or if the stream does not go on with the sample that was there, unless
+    `Saving.allow_changed_data` is set.
     """
     is_stream = isinstance(source, StreamSource)
     if is_stream != (meta.stream is not None):
@@ -177,6 +205,13 @@ def resume_stream(source: Source, meta: CheckpointMeta) -> None:
         )
     if isinstance(source, StreamSource) and meta.stream is not None:
         source.restore(meta.stream)
+        if not where.everywhere(source.goes_on(meta.cursor.offset)):
+            what = (
+                f"sample {meta.stream.place} of the stream is not the one that it was when the checkpoint of "
+                f"step {meta.step} in {config.workdir} was saved: the stream has other samples, or another "
+                "filter, order or seed"
+            )
+            _refuse_or_warn(what, config)
 
 
 def with_average(engine: Engine, restored: RestoredCheckpoint) -> TrainState:
@@ -215,7 +250,10 @@ def restored_state(
 
 
 def save_kept(inputs: TaskInputs, kept: RunSnapshot, *, group_size: int) -> str | None:
-    """Write a run between two generations as its newest checkpoint; returns None, or what went wrong."""
+    """Write a run between two generations as its newest checkpoint; returns None, or what went wrong.
+
+    It is not written if it holds values that were finite when the run began and are not any more.
+    """
     config = inputs.config
     # The state of a group of several processes was cut over more devices than are here.
     strategies = config.strategies if group_size == 1 else ()
@@ -223,8 +261,13 @@ def save_kept(inputs: TaskInputs, kept: RunSnapshot, *, group_size: int) -> str 
     setup = set_up(inputs, where)
     engine = next(iter(setup.engines.values()))
     state = whole_on_host(kept.leaves, abstract_as_saved(engine, kept.meta))
+    shapes = {path: kind.shape for path, kind in kept.meta.leaves.items()}
+    lost = Origin.unpacked(kept.meta.began, shapes).lost_on_host(floats(state))
+    if lost:
+        return f"step {kept.step}: values are no longer finite ({lost})"
+    meta = dataclasses.replace(kept.meta, lost={})
     with contextlib.ExitStack() as stack:
         hold_workdir(config.workdir, where, stack, SystemClock(), patience_s=CUT_OFF_S)
         checkpoints = Checkpoints(config.workdir, keep=config.saving)
         stack.callback(checkpoints.close)
-        return checkpoints.save(state, kept.meta) or checkpoints.wait(alone=True)
+        return checkpoints.save(state, meta) or checkpoints.wait(alone=True)

@@ -52,6 +52,10 @@ class PlainFeed:
     """Seconds that bringing the rows of a batch takes, beside the steps; NaN if unknown."""
     is_settled: bool = True
     """Whether a checkpoint may be written at any moment, from any thread."""
+    slots: Mapping[str, Array] = field(default_factory=dict)
+    """The device's rows by table, after the last step that was dispatched."""
+    lost: Mapping[str, int] = field(default_factory=dict)
+    """How many values of rows that were written or checked are not finite, by table and field."""
 
     def next(self, config: BatchConfig, meanwhile: Callable[[], None]) -> StepBatch | None:
         """Return the next batch; see `Loader.next`."""
@@ -64,6 +68,9 @@ class PlainFeed:
     def commit(self, step: int, kept: Callable[[], Collection[int]]) -> Commits:
         """Return no commits and no error: there are no tables."""
         return {}, None
+
+    def check_slots(self) -> None:
+        """Do nothing: there are no tables."""
 
     def agrees(self, holds: bool) -> bool:
         """Return True: no process has a part of a table."""
@@ -119,6 +126,20 @@ class TableFeed:
         self._after: Cursor = loader.cursor
         self._num_taken = 0  # samples that the pipeline took from the loader
         self._num_given = 0  # samples in the batches that were handed out
+
+    @property
+    def slots(self) -> Mapping[str, Array]:
+        """The device's rows by table, after the last step that was dispatched."""
+        return {name: table.slots for name, table in self.tables.items()}
+
+    @property
+    def lost(self) -> Mapping[str, int]:
+        """How many values of rows that were written or checked are not finite, by table and field."""
+        return {
+            f"{name}: {what}": count
+            for name, table in self.tables.items()
+            for what, count in table.lost.items()
+        }
 
     @property
     def feeding_s(self) -> float:
@@ -181,6 +202,11 @@ class TableFeed:
             return committed(self.tables, self._commit_to, step, kept(), hosts), None
         except (OSError, RuntimeError) as error:
             return {}, f"step {step}: {error}"
+
+    def check_slots(self) -> None:
+        """Add the device's rows to what `lost` counts."""
+        for table in self.tables.values():
+            table.check_slots()
 
     def agrees(self, holds: bool) -> bool:
         """Whether something holds in every process. All processes call this together."""

@@ -1,0 +1,211 @@
+"""Programs that find lost values: of a whole state, and of a part of its large leaves between two saves.
+
+A lost value was finite when the run began and is not any more (`lost_values`). A step checks the updates of
+small leaves before it applies them (`engine.step`). Checking all would write every update to memory. So the
+whole state is checked when it is saved, and parts of the large leaves once in `GLANCE_EVERY` steps.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxgoodput.engine.engine import Engine
+from jaxgoodput.engine.programs import Program, Programs
+from jaxgoodput.engine.rows import RowPrograms
+from jaxgoodput.engine.state import TrainState, host_copy, split
+from jaxgoodput.engine.step import SMALL
+from jaxgoodput.parallel.strategy import Layout
+from jaxgoodput.train.checkpoint import CheckpointMeta
+from jaxgoodput.train.start.lost_values import Origin, any_lost, floats, how_bad_on_host, num_lost
+
+# Large leaves are checked in so many parts, one at each check. A step passes over its parameters at least
+# five times, so that a check costs less than a thousandth of the steps since the one before.
+GLANCE_EVERY, NUM_PARTS = 100, 4
+# A step reads few rows of a table, so the part of its slots does not grow with the table up to some size.
+SLOT_PART_BYTES, MOST_SLOT_PARTS = 2**23, 64
+
+
+@dataclass(frozen=True)
+class ValueChecks:
+    """Checks the values of a run's states; `origin` has the values that were not finite when it began."""
+
+    origin: Origin
+    _codes: dict[Layout, Mapping[str, Array]] = field(default_factory=dict, init=False)
+
+    def compile(self, engine: Engine) -> None:
+        """Compile the programs of an engine."""
+        engine.compile_program(partial(lost_program, engine.programs, self._began))
+        for program in self._glances(engine):
+            engine.compile_program(program)
+        self._codes_on(engine)
+
+    def lost(self, engine: Engine, state: TrainState) -> dict[str, int]:
+        """Return how many values of a state are lost, by path; good leaves are left out. Waits for it.
+
+        If the state spans processes, all of them call this together.
+        """
+        leaves, codes = floats(state), self._codes_on(engine)
+        run = engine.compiled(lost_program, engine.programs, self._began)
+        is_lost = dict(zip(sorted(leaves), jax.device_get(run(leaves, codes)), strict=True))
+        bad = [path for path in leaves if is_lost[path]]
+        return {path: int(jax.device_get(num_lost(leaves[path], codes.get(path)))) for path in bad}
+
+    def glance(
+        self, engine: Engine, state: TrainState, slots: Mapping[str, Array]
+    ) -> tuple[Array, ...]:
+        """Start the check of the parts whose turn it is; returns whether values are lost, on the device.
+
+        Nothing waits, and nothing is compiled: what is not compiled yet is left out.
+        """
+        programs, found = engine.programs, []
+        run = engine.compiled.peek(glance_program, programs, self._began)
+        if run is not None:
+            large = large_leaves(programs)
+            leaves = {path: x for path, x in floats(state).items() if path in large}
+            codes = {path: x for path, x in self._codes_on(engine).items() if path in large}
+            found.append(run(state.step, leaves, codes))
+        if slots and (run := engine.compiled.peek(slot_program, programs)) is not None:
+            found.append(run(state.step, dict(slots)))
+        return tuple(found)
+
+    def _glances(self, engine: Engine) -> list[partial[Program]]:
+        programs, found = engine.programs, []
+        if large_leaves(programs):
+            found.append(partial(glance_program, programs, self._began))
+        if isinstance(programs, RowPrograms):
+            found.append(partial(slot_program, programs))
+        return found
+
+    @cached_property
+    def _began(self) -> tuple[str, ...]:
+        return tuple(sorted(self.origin.codes))
+
+    def _codes_on(self, engine: Engine) -> Mapping[str, Array]:
+        """Return the codes of leaves that did not begin finite, on the shardings of these leaves."""
+        if engine.layout not in self._codes:
+            leaves = floats(engine.abstract_state()) if self.origin.codes else {}
+            self._codes[engine.layout] = {
+                path: jax.make_array_from_callback(
+                    x.shape, leaves[path].sharding, lambda index, x=x: x[index]
+                )
+                for path, x in self.origin.codes.items()
+            }
+        return self._codes[engine.layout]
+
+
+def origin_of(engine: Engine, state: TrainState, meta: CheckpointMeta | None) -> Origin:
+    """Return which values of a run's first state were not finite; `meta` is of what it resumes from, if so.
+
+    Processes whose state spans them call this together.
+    """
+    if meta is None:
+        lost = ValueChecks(Origin()).lost(engine, state)
+        leaves = floats(state)
+        return Origin({path: how_bad_on_host(np.asarray(host_copy(leaves[path]))) for path in lost})
+    shapes = {path: kind.shape for path, kind in meta.leaves.items()}
+    codes = dict(Origin.unpacked(meta.began, shapes).codes)
+    # An average that this run has added began as a copy of the parameters.
+    for path in floats(state).keys() - meta.leaves.keys():
+        source = ".params" + path.removeprefix(".ema")
+        if source in codes:
+            codes[path] = codes[source]
+    return Origin(codes)
+
+
+# -- programs ----------------------------------------------------------------------------------------
+
+
+def lost_program(programs: Programs, began: tuple[str, ...]) -> Program:
+    """Build the check of a whole state: whether any value of each leaf is lost, bool `[leaves]`.
+
+    It goes from the state's floats by path, and the codes of the leaves in `began`, to flags in the order of
+    the sorted paths.
+    """
+    leaves = floats(programs.abstract_state())
+
+    def run(leaves: dict[str, Array], codes: dict[str, Array]) -> Array:
+        return jnp.stack([any_lost(leaves[path], codes.get(path)) for path in sorted(leaves)])
+
+    return Program(run, (), (leaves, _codes_like(leaves, began)), programs.layout.replicated)
+
+
+def large_leaves(programs: Programs) -> dict[str, Any]:
+    """Return the trainable parameters whose updates no step checks, abstract, by path in the state."""
+    params = programs.abstract_state().params
+    kept, _ = split(params, programs.problem.mask(params))
+    found = {f".params{path}": leaf for path, leaf in floats(kept).items()}
+    return {path: leaf for path, leaf in found.items() if leaf.size > SMALL}
+
+
+def glance_program(programs: Programs, began: tuple[str, ...]) -> Program:
+    """Build the check of a part of the large leaves: whether any value there is lost.
+
+    It goes from the state's step count, which chooses the part, those leaves by path, and the codes of the
+    ones in `began`, to one bool.
+    """
+    large = large_leaves(programs)
+    axes = {path: _uncut_axis(leaf) for path, leaf in large.items()}
+
+    def run(step: Array, leaves: dict[str, Array], codes: dict[str, Array]) -> Array:
+        turn, found = step // GLANCE_EVERY % NUM_PARTS, jnp.zeros((), bool)
+        for path, x in leaves.items():
+            part = partial(_part, axis=axes[path], turn=turn, num_parts=NUM_PARTS)
+            code = codes.get(path)
+            found |= any_lost(part(x), None if code is None else part(code))
+        return found
+
+    arguments = (programs.abstract_state().step, large, _codes_like(large, began))
+    return Program(run, (), arguments, programs.layout.replicated)
+
+
+def slot_program(programs: Programs) -> Program:
+    """Build the check of a part of the slots of all tables: whether any value there is not finite.
+
+    It goes from the state's step count, which chooses the part, and the slots to one bool.
+    """
+
+    assert isinstance(programs, RowPrograms)
+
+    def run(step: Array, slots: dict[str, Array]) -> Array:
+        found = jnp.zeros((), bool)
+        for name, words in slots.items():
+            num_parts = min(-(-words.size * 4 // SLOT_PART_BYTES), MOST_SLOT_PARTS)
+            turn = step // GLANCE_EVERY % num_parts
+            rows = programs.tables[name].layout.unpack(_part(words, 0, turn, num_parts))
+            for x in rows.values():
+                if jnp.issubdtype(x.dtype, jnp.inexact):
+                    found |= any_lost(x)
+        return found
+
+    arguments = (programs.abstract_state().step, programs.abstract_slots())
+    return Program(run, (), arguments, programs.layout.replicated)
+
+
+def _codes_like(leaves: Mapping[str, Any], began: Iterable[str]) -> dict[str, Any]:
+    """Return the abstract codes of the leaves in `began`."""
+    return {
+        path: jax.ShapeDtypeStruct(leaves[path].shape, jnp.int8, sharding=leaves[path].sharding)
+        for path in began
+        if path in leaves
+    }
+
+
+def _uncut_axis(leaf: Any) -> int | None:
+    """Return the first axis that no device cuts and that has `NUM_PARTS` elements; None if there is none."""
+    spec = (*leaf.sharding.spec, *[None] * leaf.ndim)
+    fits = (a for a in range(leaf.ndim) if spec[a] is None and leaf.shape[a] >= NUM_PARTS)
+    return next(fits, None)
+
+
+def _part(x: Array, axis: int | None, turn: Array, num_parts: int) -> Array:
+    """Return a part of an array along an axis, all of it for None. The last part may overlap others."""
+    if axis is None:
+        return x
+    size = -(-x.shape[axis] // num_parts)
+    return jax.lax.dynamic_slice_in_dim(x, turn * size, size, axis)
