@@ -350,10 +350,9 @@ class _Adaptive:
         at_base = (
             noise.large_sqr * (1 + (1 - scale) / spare) + noise.small_sqr * (scale - 1) / spare
         )
-        size = jnp.sqrt(
-            at_base / seen(tuple(max(x.size, 1) for x in jax.tree.leaves(updates)), 1.0)
-        )
-        is_divided = seen(self.rule.by_size, False) & (size > 0)
+        sizes = tuple(max(x.size, 1) for x in jax.tree.leaves(updates))
+        size = jnp.sqrt(at_base / seen(sizes[: len(steps)], 1))
+        is_divided = (seen(self.rule.by_size, False) > 0) & (size > 0)
         weight = seen(steps, 1.0) / jnp.where(is_divided, size, 1)
         return dataclasses.replace(
             noise, small_sqr=weight * noise.small_sqr, large_sqr=weight * noise.large_sqr
