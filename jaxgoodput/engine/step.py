@@ -75,8 +75,12 @@ class Problem:
     """Function from parameters to a tree of bool; None: all of them train."""
     preconditioned: bool = False
     """Whether noise is measured in the coordinates of the optimizer's preconditioner."""
-    moments: MomentConstants = MomentConstants()
-    """Constants of the preconditioner; `probe.moment_constants(tx, params)` finds them."""
+    moments: tuple[MomentConstants, ...] = ()
+    """Constants of the preconditioner for each leaf that trains, which `probe.moment_constants(tx, params)`
+    finds; (): optax's defaults."""
+    moves: tuple[bool, ...] = ()
+    """Whether the optimizer ever changes a leaf, for each leaf that trains; (): it changes all. Noise is
+    measured on leaves that move."""
     from_norm_layers: bool = False
     """Whether noise is measured sample by sample, on normalisation layers alone."""
     has_labels: bool = False
@@ -96,19 +100,34 @@ class Problem:
             return jax.tree.map(lambda _: True, params)
         return self.trainable(params)
 
+    def moving(self, tree: PyTree) -> PyTree:
+        """Return a tree of leaves that train, with None for those that the optimizer never changes."""
+        return moving(tree, self.moves)
+
     def apart(self, norms_of: Callable[[Pick], T]) -> T:
-        """Return the norms of every leaf, or of every part of a leaf whose noise is measured separately.
+        """Return the norms of every moving leaf, or of every part of one whose noise is measured separately.
 
         `norms_of(pick)` computes the norms of one part; `pick(tree, fill)` keeps that part of the leaves and
         puts `fill` elsewhere.
         """
-        return norms_of(lambda tree, fill: tree)
+        return norms_of(lambda tree, fill: self.moving(tree))
 
     def preconditioner(self, opt_state: PyTree, kept: PyTree) -> PyTree | None:
         """Return what the optimizer multiplies gradients by; None if noise is measured without it."""
         if not self.preconditioned:
             return None
-        return noise.preconditioner(opt_state, kept, b2=self.moments.b2, eps=self.moments.eps)
+        return noise.preconditioner(opt_state, kept, by_leaf=self.moments)
+
+
+def moving(tree: PyTree, moves: tuple[bool, ...]) -> PyTree:
+    """Return `tree` with None for leaves that never move, by `moves`; leaves beyond its end all move."""
+    if all(moves):
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    every = (*moves, *(True,) * (len(leaves) - len(moves)))  # rows of tables come last
+    return jax.tree.unflatten(
+        structure, [x if m else None for x, m in zip(leaves, every, strict=True)]
+    )
 
 
 def init_state(
@@ -338,8 +357,11 @@ def local_sums(
     kept, rest = split(params, problem.mask(params))
     batch = _without_padding(batch, mask, blocks)
     asked = {"mask": mask} if problem.takes_mask else {}
+    # Weights are in the type of the gradients' sums: float64 beside float64, for strict promotion.
+    doubles = any(x.dtype in (jnp.float64, jnp.complex128) for x in jax.tree.leaves(kept))
+    mask = mask.astype(jnp.float64) if doubles else mask
     if part is not None:
-        mask = mask * part
+        mask = mask * part.astype(mask.dtype)
 
     def objective(kept: PyTree, factors: norm_layers.Factors):
         with norm_layers.scaled(factors) as used:
@@ -348,7 +370,7 @@ def local_sums(
             )
         norm_layers.require_all(factors, used)
         total, weight, aux = _weighted(out, mask)
-        return total, (weight, aux, new_state)
+        return total.astype(mask.dtype), (weight.astype(mask.dtype), aux, new_state)
 
     factors: norm_layers.Factors = {}
     if problem.from_norm_layers:
@@ -372,10 +394,13 @@ def local_sums(
         grads = jax.tree.map(lambda g: jnp.where(weight > 0, g, 0), grads)
     total = jnp.where(weight > 0, total, 0.0)
     if problem.from_norm_layers:
-        groups, norms, by_sample = _moments_by_sample(by_sample, weight, mask, like=grads)
+        groups, norms, by_sample = _moments_by_sample(
+            by_sample, weight, mask, like=problem.moving(grads)
+        )
     else:
-        groups = (weight > 0).astype(jnp.float32)
-        norms = _moments(grads, scale, weight, measure=measure)
+        groups = (weight > 0).astype(mask.dtype)
+        scale = scale if _is_none(scale) else problem.moving(scale)
+        norms = _moments(problem.moving(grads), scale, weight, measure=measure)
     samples = jnp.sum(mask)
     return Sums(
         grads=grads,
@@ -395,7 +420,7 @@ def local_sums(
 def _moments(grads: PyTree, scale: PyTree, weight: Array, *, measure: bool) -> Array:
     """Return |gradient sum|^2 / weight of every leaf, `[leaves]`; zeros unless `measure`."""
     if not measure:
-        return jnp.zeros((len(jax.tree.leaves(grads)),), jnp.float32)
+        return jnp.zeros((len(jax.tree.leaves(grads)),), weight.dtype)
     norms = noise.squared_norms(grads, None if _is_none(scale) else scale)
     return jnp.where(weight > 0, norms / jnp.where(weight > 0, weight, 1.0), 0.0)
 
@@ -513,11 +538,13 @@ def _is_update_finite(
     A schedule that turns NaN spoils all leaves alike, so small ones suffice. Checking an update while it is
     applied would write it to memory (twice the CPU time of the recommender's steps). Large leaves get a
     constant gradient here, so their own is not read: 1, because optimizers may divide by a norm. If all
-    leaves are large, the smallest is checked.
+    leaves are large, the smallest that moves is checked.
     """
     kept, _ = split(state.params, problem.mask(state.params))
-    small = max(SMALL, min(g.size for g in jax.tree.leaves(total.grads)))
-    grads = jax.tree.map(lambda g: g * share if g.size <= small else jnp.ones_like(g), total.grads)
+    small = max(SMALL, min(g.size for g in jax.tree.leaves(problem.moving(total.grads))))
+    grads = jax.tree.map(
+        lambda g: g * share.astype(g.dtype) if g.size <= small else jnp.ones_like(g), total.grads
+    )
     updates, _ = problem.tx.update(
         grads, state.opt_state, kept, global_batch_size=total.samples, value=loss
     )
@@ -586,7 +613,7 @@ def update(
 
     def take(grads: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
         updates, opt_state = problem.tx.update(
-            jax.tree.map(lambda g: g * share, grads),
+            jax.tree.map(lambda g: g * share.astype(g.dtype), grads),
             state.opt_state,
             kept,
             global_batch_size=total.samples,
@@ -637,5 +664,5 @@ def _metrics(
         progress=adaptation.progress(state.opt_state),
         gain=adaptation.gain(state.opt_state).mean(),
         noise=adaptation.readout(state.opt_state),
-        aux={name: value / samples for name, value in total.aux.items()},
+        aux={name: value / wide(samples, like=value) for name, value in total.aux.items()},
     )

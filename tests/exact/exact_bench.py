@@ -26,6 +26,7 @@ from exact_rows import Row
 
 import jaxgoodput as jg
 from jaxgoodput.data.cursor import Cursor, take
+from jaxgoodput.engine.state import split
 from jaxgoodput.optim import adaptive
 from jaxgoodput.train.loop import Loop
 
@@ -126,7 +127,14 @@ class Recording(Loop):
         super()._dispatch(batch)
         own = adaptive.find(self.now.state.opt_state)
         done, rest, gains = jax.device_get((own.progress, own.progress_rest, own.gain))
-        type(self).updates.append(Update(progress=done + rest, gains=gains))
+        tx: Any = self.now.engine.problem.tx
+        of_leaf = tx.init.__self__._factors_of(self._trained())[1]
+        each = np.asarray([gains[i] for i in jax.tree.leaves(of_leaf)])
+        type(self).updates.append(Update(progress=done + rest, gains=each))
+
+    def _trained(self) -> Any:
+        problem, params = self.now.engine.problem, self.now.state.params
+        return split(params, problem.mask(params))[0]
 
 
 class Stop(jg.Hook):
@@ -263,8 +271,8 @@ def _loop(name: str, row: Row) -> Plain:
 def factors_of(gains: np.ndarray, kept: Any) -> Any:
     """Return the factor of each leaf."""
     leaves, structure = jax.tree.flatten(kept)
-    each = gains if len(gains) == len(leaves) > 1 else np.broadcast_to(gains, len(leaves))
-    return jax.tree.unflatten(structure, list(each))
+    assert len(gains) == len(leaves)
+    return jax.tree.unflatten(structure, list(gains))
 
 
 def merged(before: Any, states: Sequence[Any], summed: Sequence[str]) -> Any:

@@ -36,6 +36,9 @@ WAVE = optax.cosine_decay_schedule(0.05, 12)
 RISE = optax.warmup_cosine_decay_schedule(0.0, 0.02, 4, 12)
 
 
+UP_ONLY = {"up": {"kernel": True, "bias": True}, "down": {"kernel": False}}
+
+
 def up_or_down(params: Any) -> Any:
     """Return a label for every leaf: the first layer, the second."""
     return {name: jax.tree.map(lambda _, n=name: n, part) for name, part in params.items()}
@@ -70,7 +73,7 @@ OF_OPTAX = (
     _alone("noisy_sgd", lambda: optax.noisy_sgd(0.05, eta=1e-4)),
     _alone("novograd", lambda: optax.novograd(0.01)),
     _alone("optimistic sgd", lambda: optax.optimistic_gradient_descent(0.05)),
-    _alone("optimistic adam", lambda: optax.optimistic_adam_v2(0.01)),
+    _alone("optimistic adam", lambda: optax.optimistic_adam_v2(0.01), decays=(0.999,)),
     _alone("polyak_sgd", lambda: optax.polyak_sgd(0.5), extra=("value",)),
     _alone("radam", lambda: optax.radam(0.01, threshold=1.0)),
     _alone("rmsprop", lambda: optax.rmsprop(0.01, centered=True, momentum=0.9)),
@@ -230,7 +233,9 @@ FROZEN = (
     ),
     Row(
         name="frozen by selective_transform",
-        tx=lambda at: optax.transforms.selective_transform(optax.sgd(at(WAVE)), freeze_mask=is_up),
+        tx=lambda at: optax.transforms.selective_transform(
+            optax.sgd(at(WAVE)), freeze_mask=UP_ONLY
+        ),
     ),
     Row(
         name="frozen by a rate of 0",
