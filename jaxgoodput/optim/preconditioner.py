@@ -72,6 +72,10 @@ _ADAPTIVE_STATES = (
     optax.ScaleByRStdDevState,
     optax.ScaleByRssState,
 )
+# Moments inside these are of gradients in other coordinates, which also may have other shapes.
+_PROJECTED_STATES = tuple(
+    kind for kind in (getattr(optax.contrib, "GaLoreState", None),) if kind is not None
+)
 _COUNTED_NAMES = ("ScaleByRmsWithCountState", "ScaleByRStdDevWithCountState")  # not exported
 
 
@@ -113,7 +117,11 @@ def covers(opt_state: PyTree, params: PyTree) -> list[int | None]:
 
 def _adaptive(opt_state: PyTree) -> list[Any]:
     """Return the states of transformations that divide by a second moment, at any depth."""
-    return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_adaptive) if _is_adaptive(x)]
+
+    def is_leaf(node: Any) -> bool:
+        return _is_adaptive(node) or isinstance(node, _PROJECTED_STATES)
+
+    return [x for x in jax.tree.leaves(opt_state, is_leaf=is_leaf) if _is_adaptive(x)]
 
 
 def moment_memories(
@@ -152,7 +160,7 @@ def _collect_scales(
     kind = optax.InjectStatefulHyperparamsState
 
     def is_leaf(node: Any) -> bool:
-        return _is_adaptive(node) or isinstance(node, kind)
+        return _is_adaptive(node) or isinstance(node, (kind, *_PROJECTED_STATES))
 
     for node in jax.tree.leaves(state, is_leaf=is_leaf):
         if isinstance(node, kind):

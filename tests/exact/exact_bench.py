@@ -364,7 +364,7 @@ def failed(error: BaseException, *, has_begun: bool) -> Outcome:
         TypeError,
     )
     is_ours &= PACKAGE in pathlib.Path(last.filename).parents and not has_begun
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:900]
     if not is_ours:
         ours = [frame for frame in frames if PACKAGE in pathlib.Path(frame.filename).parents]
         text += "".join(

@@ -6,6 +6,13 @@ ALL = "all columns"
 
 # (row, column) -> part of the message. docs/exactness.md gives the reason of each.
 REFUSED: Mapping[tuple[str, str], str] = {
+    ("dpsgd", ALL): "needs one gradient per sample",
+    ("sophia", ALL): "a Hessian",
+    ("lookahead", ALL): "needs parameters of its own kind",
+    ("MultiSteps", "8 x base"): "only in every k-th update",
+    ("skip_large_updates", "8 x base"): "only in every k-th update",
+    ("apply_every", "8 x base"): "only in every k-th update",
+    ("conditionally_transform", "8 x base"): "whose condition counts updates",
     ("counts, not declared", "2 replicas"): "adds up over samples",
     ("counts, not declared", "4 replicas"): "adds up over samples",
     ("counts, not declared", "8 x base"): "adds up over samples",

@@ -156,6 +156,7 @@ WRAPPED = (
             should_skip_update_fn=lambda u, *_: optax.skip_large_updates(u, *_, 100.0),
         ).gradient_transformation(),
     ),
+    _alone("lookahead", lambda: optax.lookahead(optax.sgd(0.1), 5, 0.5)),
     Row(name="flatten", tx=lambda at: optax.flatten(optax.adam(at(WAVE))), decays=(0.999,)),
     Row(name="clip", tx=lambda at: optax.chain(optax.clip(1e-3), optax.sgd(at(WAVE)))),
     Row(
