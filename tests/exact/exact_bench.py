@@ -262,6 +262,30 @@ def plain(row: Row, column: Column, updates: Sequence[Update] | None) -> tuple[T
     return ended, jax.device_get(params)
 
 
+def switches_for(row: Row, column: Column) -> dict[str, Any]:
+    """Return the column's switches, without strict types if the plain loop's own code fails under them."""
+    found, strict = dict(column.switches), "jax_numpy_dtype_promotion"
+    if strict not in found:
+        return found
+
+    def step(key: Any) -> Any:
+        made = row.model.init(key)
+        state = made.model_state if isinstance(made, jg.Variables) else ()
+        kept, rest = _parted(made.params if isinstance(made, jg.Variables) else made, row.trainable)
+        batch = jax.tree.map(lambda x: x[:2], models.samples())
+        grads, loss, _, _ = Plain(row)._sums(kept, rest, state, batch, key)
+        return Plain(row)._update(kept, row.tx(lambda s: s).init(kept), grads, loss, None)
+
+    try:
+        with settings(**{strict: found[strict]}):
+            jax.eval_shape(step, jax.eval_shape(lambda: jax.random.key(0)))
+    except ValueError as error:
+        if type(error).__name__ != "TypePromotionError":
+            raise
+        del found[strict]
+    return found
+
+
 @functools.lru_cache(maxsize=1)
 def _loop(name: str, row: Row) -> Plain:
     del name
@@ -346,7 +370,7 @@ def outcome(row: Row, column: Column, workdir: pathlib.Path) -> Outcome:
     updates: list[Update] = []
     with settings(jax_enable_x64=True, jax_numpy_rank_promotion="allow"):
         try:
-            with settings(**column.switches):
+            with settings(**switches_for(row, column)):
                 got = trained(row, column, workdir, updates)
         except Exception as error:
             return failed(error, has_begun=bool(updates))
