@@ -199,7 +199,7 @@ def small(params: PyTree, value: float) -> PyTree:
 
 
 def _gradient_of(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+    return jax.ShapeDtypeStruct(x.shape, wide_dtype(x.dtype))
 
 
 def _is_of_optax(node: Any) -> bool:

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int8, PyTree
 
+from jaxgoodput._pytree import wide_dtype
+
 INFINITE, NAN = 1, 2  # how bad a value is; a finite one is 0
 
 
