@@ -16,6 +16,7 @@ from absl import logging
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, PyTree
 
+from jaxgoodput._pytree import wide_dtype
 from jaxgoodput.optim.constants import constant_outputs
 
 SCHEDULES = ("ScaleByScheduleState", "WrappedScheduleState", "WeightDecaySchedule")
