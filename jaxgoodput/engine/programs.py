@@ -185,7 +185,7 @@ class Programs(abc.ABC):
     @cached_property
     def param_groups(self) -> tuple[str, ...]:
         """Names of the parameter groups whose noise is measured separately."""
-        return leaf_groups(self._kept)[0]
+        return leaf_groups(self.problem.moving(self._kept))[0]
 
     # -- what an engine asks of its family -------------------------------------------------------
 

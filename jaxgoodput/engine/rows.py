@@ -91,7 +91,8 @@ class RowProblem(pure.Problem):
             pairs = jnp.stack([of_often, of_tables - of_often], axis=1)
             return jnp.concatenate([own, pairs.ravel()])
 
-        return jax.tree.map(put_together, norms_of(lambda tree, fill: tree), norms_of(often))
+        whole = norms_of(lambda tree, fill: self.moving(tree))
+        return jax.tree.map(put_together, whole, norms_of(often))
 
 
 def as_seen(tree: PyTree) -> PyTree:
@@ -166,7 +167,8 @@ class RowPrograms(GlobalPrograms):
     def param_groups(self) -> tuple[str, ...]:
         """Names of the parameter groups whose noise is measured separately: each table adds two."""
         rows = {n: jax.ShapeDtypeStruct((1, t.dim), jnp.float32) for n, t in self.tables.items()}
-        return leaf_groups(as_seen(WithRows(own=self._kept, rows=rows)))[0]
+        kept = self.problem.moving(WithRows(own=self._kept, rows=rows))
+        return leaf_groups(as_seen(kept))[0]
 
     def abstract_slots(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the slots (rows on the device) of all tables as abstract arrays, on every device."""

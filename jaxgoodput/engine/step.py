@@ -75,8 +75,12 @@ class Problem:
     """Function from parameters to a tree of bool; None: all of them train."""
     preconditioned: bool = False
     """Whether noise is measured in the coordinates of the optimizer's preconditioner."""
-    moments: MomentConstants = MomentConstants()
-    """Constants of the preconditioner; `probe.moment_constants(tx, params)` finds them."""
+    moments: tuple[MomentConstants, ...] = ()
+    """Constants of the preconditioner for each leaf that trains, which `probe.moment_constants(tx, params)`
+    finds; (): optax's defaults."""
+    moves: tuple[bool, ...] = ()
+    """Whether the optimizer ever changes a leaf, for each leaf that trains; (): it changes all. Noise is
+    measured on leaves that move."""
     from_norm_layers: bool = False
     """Whether noise is measured sample by sample, on normalisation layers alone."""
     has_labels: bool = False
@@ -94,19 +98,34 @@ class Problem:
             return jax.tree.map(lambda _: True, params)
         return self.trainable(params)
 
+    def moving(self, tree: PyTree) -> PyTree:
+        """Return a tree of leaves that train, with None for those that the optimizer never changes."""
+        return moving(tree, self.moves)
+
     def apart(self, norms_of: Callable[[Pick], T]) -> T:
-        """Return the norms of every leaf, or of every part of a leaf whose noise is measured separately.
+        """Return the norms of every moving leaf, or of every part of one whose noise is measured separately.
 
         `norms_of(pick)` computes the norms of one part; `pick(tree, fill)` keeps that part of the leaves and
         puts `fill` elsewhere.
         """
-        return norms_of(lambda tree, fill: tree)
+        return norms_of(lambda tree, fill: self.moving(tree))
 
     def preconditioner(self, opt_state: PyTree, kept: PyTree) -> PyTree | None:
         """Return what the optimizer multiplies gradients by; None if noise is measured without it."""
         if not self.preconditioned:
             return None
-        return noise.preconditioner(opt_state, kept, b2=self.moments.b2, eps=self.moments.eps)
+        return noise.preconditioner(opt_state, kept, by_leaf=self.moments)
+
+
+def moving(tree: PyTree, moves: tuple[bool, ...]) -> PyTree:
+    """Return `tree` with None for leaves that never move, by `moves`; leaves beyond its end all move."""
+    if all(moves):
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    every = (*moves, *(True,) * (len(leaves) - len(moves)))  # rows of tables come last
+    return jax.tree.unflatten(
+        structure, [x if m else None for x, m in zip(leaves, every, strict=True)]
+    )
 
 
 def init_state(
@@ -337,10 +356,13 @@ def local_sums(
         grads = jax.tree.map(lambda g: jnp.where(weight > 0, g, 0), grads)
     total = jnp.where(weight > 0, total, 0.0)
     if problem.from_norm_layers:
-        groups, norms, by_sample = _moments_by_sample(by_sample, weight, mask, like=grads)
+        groups, norms, by_sample = _moments_by_sample(
+            by_sample, weight, mask, like=problem.moving(grads)
+        )
     else:
         groups = (weight > 0).astype(jnp.float32)
-        norms = _moments(grads, scale, weight, measure=measure)
+        scale = scale if _is_none(scale) else problem.moving(scale)
+        norms = _moments(problem.moving(grads), scale, weight, measure=measure)
     samples = jnp.sum(mask)
     return Sums(
         grads=grads,
@@ -443,10 +465,10 @@ def _is_update_finite(
     A schedule that turns NaN spoils all leaves alike, so small ones suffice. Checking an update while it is
     applied would write it to memory (twice the CPU time of the recommender's steps). Large leaves get a
     constant gradient here, so their own is not read: 1, because optimizers may divide by a norm. If all
-    leaves are large, the smallest is checked.
+    leaves are large, the smallest that moves is checked.
     """
     kept, _ = split(state.params, problem.mask(state.params))
-    small = max(SMALL, min(g.size for g in jax.tree.leaves(total.grads)))
+    small = max(SMALL, min(g.size for g in jax.tree.leaves(problem.moving(total.grads))))
     grads = jax.tree.map(lambda g: g * share if g.size <= small else jnp.ones_like(g), total.grads)
     updates, _ = problem.tx.update(
         grads, state.opt_state, kept, global_batch_size=total.samples, value=loss

@@ -25,9 +25,14 @@ preconditioner, for which AdaScale's factor, the gain itself, is right. Adagrad'
 update by the gain, and there are fewer updates by the gain, so in the long run its factor is 1.)
 
 Progress grows by what the batch is worth in base batches (`GradGroups`), whatever the rule, reduced by the
-share that `max_gain_growth` holds back. Before every update, schedules in `tx` are set to floor(progress). A
-schedule is a state with nothing but a `count`: `scale_by_schedule`, `inject_hyperparams`, scheduled weight
-decay. Counts that belong to the updates themselves, as in Adam's bias correction, are left alone.
+share that `max_gain_growth` holds back. Before every update, schedules in `tx` are set to floor(progress).
+`traced.clocks_of` finds their counts in `scale_by_schedule`, `inject_hyperparams`, scheduled weight decay,
+and a user's own schedules. Counts that belong to the updates themselves, as in Adam's bias
+correction, are left alone, and so are schedules that a wrapper advances in some updates only (`MultiSteps`).
+
+Groups of parameters may have different optimizers: `LeafRules` gives each leaf its own rule. All rules get
+the same moments. Norms of leaves under different optimizers have different units, g'g or g' P^-1 g. So they
+are converted to expected decreases of the loss by an update, norm times step size, which can be added up.
 """
 
 import dataclasses
@@ -45,9 +50,16 @@ from jaxgoodput._pytree import PackedTree, struct, wide_dtype
 from jaxgoodput.goodput.efficiency import GradGroups, GradParams
 from jaxgoodput.optim import memory
 from jaxgoodput.optim import noise as noises
-from jaxgoodput.optim.learning_rate import Rule, adascale
+from jaxgoodput.optim.learning_rate import LeafRules, Rule, adascale
 from jaxgoodput.optim.learning_rate import cautious as cautious_moments
 from jaxgoodput.optim.noise import Labels, NoiseSample, NoiseState
+from jaxgoodput.optim.traced import (
+    Clocks,
+    UnsupportedOptimizer,
+    clocks_of,
+    traced_update,
+    with_counts_at,
+)
 
 Number = TypeVar("Number")
 # The argument that schedules are called with: see `adaptive`.
@@ -70,11 +82,11 @@ class Adaptation:
     progress_rest: Any
     """Rounding error of `progress` (Kahan), for runs of millions of steps."""
     gain: Any
-    """Factors of the latest update, `[labels]`."""
+    """Factors of the latest update, `[factors]`: by rule, and within a rule by label."""
     second_moment: Any
-    """The optimizer's second moment, relative to its value with base batches, `[labels]`."""
+    """The optimizer's second moment, relative to its value with base batches, `[factors]`."""
     moment_weight: Any
-    """Divisor in Adam's bias correction: 1 - b2 to the power of the updates."""
+    """Divisor in Adam's bias correction, 1 - b2 to the power of the updates, `[rules]`."""
     base_batches: Any
     """Samples taken, including skipped batches, divided by the base batch size; a float."""
     base_batches_rest: Any
@@ -94,7 +106,7 @@ class AdaptiveState(NamedTuple):
 
 def adaptive(
     tx: optax.GradientTransformation,
-    rule: Rule,
+    rule: Rule | LeafRules,
     *,
     base_batch_size: int,
     smoothing: float = 0.999,
@@ -108,13 +120,14 @@ def adaptive(
     keeps_fresh: bool = True,
     shrinks: bool = True,
     seen: Callable[[PyTree], PyTree] = lambda tree: tree,
+    clocks: Clocks | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap the optimizer `tx`, tuned at `base_batch_size`, so that the batch size may change in every update.
 
     The head of this module explains the method. Call `update(grads, state, params, *, global_batch_size,
     noise=None, biased=False, finite=None, **extra)`; see `_Adaptive.update`. The options:
 
-    * `rule`: the factor of the updates; `max_gain_growth` limits how fast it may grow, per update.
+    * `rule`: the factor of the updates, or `LeafRules`; `max_gain_growth` limits its growth, per update.
     * `labels`: a tree of strings with the structure of params (or a prefix, or a function that makes one), as
       in `optax.multi_transform`. Each label is a group with its own noise and factor, in sorted order.
     * `smoothing`: share of the noise averages kept per base batch, measured or not. With `keeps_fresh` they
@@ -123,11 +136,14 @@ def adaptive(
     * `num_std_errors`, `min_samples`: caution of the moments that the rule gets: see `noise.cautious_groups`.
     * `schedules`: "progress" calls schedules in `tx` with base steps. "samples" calls them with the samples
       done over the base batch size; use it if the run ends after a number of samples.
-    * `second_moment_decay`, for `rules.adam_scale`: Adam's b2, or 1 for Adagrad, which keeps a sum.
+    * `second_moment_decay`, for `rules.adam_scale`: Adam's b2, or 1 for Adagrad, which keeps a sum. Not used
+      with `LeafRules`, which have their own.
     * `long_averages` (`probe.long_averages`): decays of the averages in the state of `tx` that are to forget
       by progress (`memory`) instead of by updates.
     * `shrinks`: whether a batch below the base lowers the learning rate; a plain loop would not.
-    * `seen`: selects the part of a gradient tree that noise is measured on.
+    * `seen`: selects the part of a gradient tree that noise is measured on; leaves that no update changes
+      should not be among them.
+    * `clocks` (`traced.clocks_of`): counts of the schedules in the state of `tx`; None: find them.
 
     AdaptDL's behaviour is `num_std_errors=0, min_samples=0, max_gain_growth=inf, keeps_fresh=False`, with
     labels.
@@ -146,6 +162,8 @@ def adaptive(
         raise ValueError(
             f"schedules must be 'progress' (base steps) or 'samples', got {schedules!r}."
         )
+    if not isinstance(rule, LeafRules):
+        rule = LeafRules(rules=(rule,), second_moment_decays=(second_moment_decay,))
     made = _Adaptive(
         tx=optax.with_extra_args_support(tx),
         rule=rule,
@@ -156,11 +174,12 @@ def adaptive(
         num_std_errors=num_std_errors,
         min_samples=min_samples,
         schedules=schedules,
-        second_moment_decay=second_moment_decay,
         long_averages=long_averages,
         keeps_fresh=keeps_fresh,
         shrinks=shrinks,
         seen=seen,
+        clocks=clocks,
+        found_clocks={},
     )
     update: Any = made.update  # optax's type has no room for the required global_batch_size
     return optax.GradientTransformationExtraArgs(made.init, update)
@@ -171,7 +190,7 @@ class _Adaptive:
     """The options of `adaptive`, and the two functions that it returns."""
 
     tx: optax.GradientTransformationExtraArgs
-    rule: Rule
+    rule: LeafRules
     base_batch_size: int
     smoothing: float
     labels: Labels
@@ -179,23 +198,26 @@ class _Adaptive:
     num_std_errors: float
     min_samples: float
     schedules: ScheduleClock
-    second_moment_decay: float | None
     long_averages: memory.Decays
     keeps_fresh: bool
     shrinks: bool
     seen: Callable[[PyTree], PyTree]
+    clocks: Clocks | None
+    found_clocks: dict[Any, Clocks]
+    """Schedules found by `_clocks_in`, by the structure of the parameters."""
 
     def init(self, params: PyTree) -> AdaptiveState:
         """Return the `AdaptiveState` before the first update, with no noise measured."""
         num_labels = len(noises.label_names(self.labels, params))
+        num_factors = len(self._factors_of(params)[0])
         own = Adaptation(
             noise=noises.init_noise(num_labels),
             groups=noises.init_noise(len(noises.leaf_groups(self.seen(params))[0])),
             progress=jnp.zeros(()),
             progress_rest=jnp.zeros(()),
-            gain=jnp.ones(num_labels),
-            second_moment=jnp.ones(num_labels),
-            moment_weight=jnp.zeros(()),
+            gain=jnp.ones(num_factors),
+            second_moment=jnp.ones(num_factors),
+            moment_weight=jnp.zeros(len(self.rule.rules)),
             base_batches=jnp.zeros(()),
             base_batches_rest=jnp.zeros(()),
             unmeasured=jnp.zeros(()),
@@ -228,18 +250,19 @@ class _Adaptive:
         own = state.own.tree
         scale = jnp.asarray(global_batch_size, own.progress.dtype) / self.base_batch_size
         measured = self._measured(own, updates, scale, noise, biased)
-        factors, progressed, second_moment, moment_weight = self._factors(measured, scale)
+        kinds, factor_of_leaf = self._factors_of(updates)
+        factors, progressed, second_moment, moment_weight = self._factors(measured, scale, kinds)
         clocks = {
             "progress": (own.progress, own.progress_rest),
             "samples": (own.base_batches, own.base_batches_rest),
         }
-        before = with_schedules_at(state.inner, _whole(*clocks[self.schedules]))
         with jax.numpy_dtype_promotion(
             "standard"
         ):  # optax's adam and schedules fail under "strict"
+            paths = self._clocks_in(updates, params, extra).steady
+            before = with_counts_at(state.inner, paths, _whole(*clocks[self.schedules]))
             scaled, inner = self.tx.update(updates, before, params, **extra)
-        label_of_leaf = noises.label_indices(self.labels, updates)
-        scaled = jax.tree.map(lambda u, i: _times(factors[i], u), scaled, label_of_leaf)
+        scaled = jax.tree.map(lambda u, i: _times(factors[i], u), scaled, factor_of_leaf)
         if self.long_averages:
             done = own.progress + own.progress_rest
             inner = memory.by_progress(before, inner, self.long_averages, done, progressed)
@@ -295,9 +318,10 @@ class _Adaptive:
                 **options,
             )
 
+        noise = self._in_units_of_loss(noise, updates)
         names, group_of_leaf = noises.leaf_groups(self.seen(updates))
-        labels_seen = noises.label_indices(self.labels, self.seen(updates))
-        by_label = noise.pooled(jax.tree.leaves(labels_seen), own.gain.size)
+        labels_seen = self.seen(noises.label_indices(self.labels, updates))
+        by_label = noise.pooled(jax.tree.leaves(labels_seen), own.noise.current.sqr.size - 1)
         by_group = noise.pooled(group_of_leaf, len(names))
         return dataclasses.replace(
             own,
@@ -306,8 +330,65 @@ class _Adaptive:
             unmeasured=unmeasured,
         )
 
-    def _factors(self, own: Adaptation, scale: Array) -> tuple[Array, Array, Array, Array]:
-        """Return the factor of each label, the base steps that this update is worth, and the second moment.
+    def _in_units_of_loss(self, noise: NoiseSample, updates: PyTree) -> NoiseSample:
+        """Return the sample with norms times step sizes; unchanged if all norms have the same units.
+
+        A leaf whose update is divided by the size of its gradient would have, at the base batch, the divisor
+        that follows from both moments of the sample. Their sum is hardly noisy, other than each of them.
+        """
+        steps, structure = self.rule.step_sizes, jax.tree.structure(updates)
+        if not steps:
+            return noise
+        num_others = structure.num_leaves - len(steps)
+
+        def seen(values: tuple[Any, ...], default: Any) -> Array:
+            tree = jax.tree.unflatten(structure, (*values, *(default,) * num_others))
+            return jnp.asarray(jax.tree.leaves(self.seen(tree)), noise.large_sqr.dtype)
+
+        scale = noise.num_samples / self.base_batch_size
+        spare = jnp.maximum(noise.num_groups - 1, 1)
+        at_base = (
+            noise.large_sqr * (1 + (1 - scale) / spare) + noise.small_sqr * (scale - 1) / spare
+        )
+        sizes = tuple(max(x.size, 1) for x in jax.tree.leaves(updates))
+        size = jnp.sqrt(at_base / seen(sizes[: len(steps)], 1))
+        is_divided = (seen(self.rule.by_size, False) > 0) & (size > 0)
+        weight = seen(steps, 1.0) / jnp.where(is_divided, size, 1)
+        return dataclasses.replace(
+            noise, small_sqr=weight * noise.small_sqr, large_sqr=weight * noise.large_sqr
+        )
+
+    def _clocks_in(self, updates: PyTree, params: PyTree | None, extra: dict[str, Any]) -> Clocks:
+        """Return the schedules of `tx`; found once for each structure of the parameters."""
+        if self.clocks is not None:
+            return self.clocks
+        like = jax.eval_shape(lambda: updates if params is None else params)
+        leaves, structure = jax.tree.flatten(like)
+        key = (structure, *((x.shape, x.dtype) for x in leaves))
+        if key not in self.found_clocks:
+            try:
+                traced = traced_update(self.tx, like)
+            except UnsupportedOptimizer:  # it needs what this call gives
+                traced = traced_update(_given(self.tx, extra), like)
+            self.found_clocks[key] = clocks_of(traced)
+        return self.found_clocks[key]
+
+    def _factors_of(self, params: PyTree) -> tuple[list[tuple[int, int]], PyTree]:
+        """Return the rule and the label of each factor, and a tree with the index of each leaf's factor.
+
+        Leaves that are not `seen` do not move; they have the first factor.
+        """
+        labels, structure = jax.tree.flatten(noises.label_indices(self.labels, params))
+        kinds = list(zip(self.rule.of_leaves(len(labels)), labels, strict=True))
+        places = jax.tree.unflatten(structure, range(len(labels)))
+        present = sorted({kinds[i] for i in jax.tree.leaves(self.seen(places))})
+        index = {kind: i for i, kind in enumerate(present)}
+        return present, jax.tree.unflatten(structure, [index.get(kind, 0) for kind in kinds])
+
+    def _factors(
+        self, own: Adaptation, scale: Array, kinds: list[tuple[int, int]]
+    ) -> tuple[Array, Array, Array, Array]:
+        """Return the factors of `kinds` (rule, label), and the base steps that this update is worth.
 
         The last two values are `Adaptation.second_moment` and `moment_weight` after the update.
         """
@@ -320,28 +401,79 @@ class _Adaptive:
             grad = noises.cautious_grad_params(own.noise, per_group=True, **cautious)
         rated = scale if self.shrinks else jnp.maximum(scale, 1)
         grad = cautious_moments(rated, grad)
-        over_labels = {"in_axes": (None, 0, None), "axis_size": own.gain.size}
-        wanted = jax.vmap(self.rule, **over_labels)(rated, grad, own.progress)
-        wanted = jnp.asarray(wanted, own.gain.dtype)
-        gains: Any = 1.0
-        decay = self.second_moment_decay
-        if decay is not None:
+        num_labels = own.noise.current.sqr.size - 1
+        over_labels = {"in_axes": (None, 0, None), "axis_size": num_labels}
+        gains: Any = None
+        if any(decay is not None for decay in self.rule.second_moment_decays):
             gains = jax.vmap(adascale, **over_labels)(rated, grad, own.progress)
-            wanted = wanted * jnp.sqrt(gains * own.second_moment)
+        parts = [_Part.of(kinds, i) for i in range(len(self.rule.rules))]
+        wanted = []
+        for part, rule, decay in zip(
+            parts, self.rule.rules, self.rule.second_moment_decays, strict=True
+        ):
+            factor = part.labels_of(jax.vmap(rule, **over_labels)(rated, grad, own.progress))
+            factor = jnp.asarray(factor, own.gain.dtype)
+            if decay is not None:
+                factor = factor * jnp.sqrt(part.labels_of(gains) * own.second_moment[part.where])
+            wanted.append(factor)
+        wanted = jnp.concatenate(wanted)
         # The growth is limited from 1, not from the last gain if that is smaller: a warm-up starts at 0.
         factors = jnp.minimum(wanted, jnp.maximum(own.gain, 1) * self.max_gain_growth)
         held_back = jnp.mean(jnp.where(wanted > 0, factors / jnp.where(wanted > 0, wanted, 1), 1))
         progressed = worth * held_back
-        second_moment, moment_weight = own.second_moment, own.moment_weight
-        if decay == 1:  # a sum over all updates, of which base batches would have made more
-            summed = own.progress * second_moment + 1 / gains
-            second_moment = summed / (own.progress + gains * held_back)
-        elif decay is not None:
-            kept = decay ** (progressed if self.long_averages else 1.0)
-            new = 1 - kept
-            moment_weight = kept * moment_weight + new
-            second_moment += new / moment_weight * (1 / gains - second_moment)
+        second_moment, moment_weight = self._moments_after(own, parts, gains, worth, held_back)
         return factors, progressed, second_moment, moment_weight
+
+    def _moments_after(
+        self, own: Adaptation, parts: list["_Part"], gains: Any, worth: Array, held_back: Array
+    ) -> tuple[Array, Array]:
+        """Return `Adaptation.second_moment` and `moment_weight` after an update."""
+        moments, weights = [], []
+        for i, (part, decay) in enumerate(zip(parts, self.rule.second_moment_decays, strict=True)):
+            moment, weight = own.second_moment[part.where], own.moment_weight[i]
+            own_gains = 1.0 if decay is None else part.labels_of(gains)
+            if decay == 1:  # a sum over all updates, of which base batches would have made more
+                summed = own.progress * moment + 1 / own_gains
+                moment = summed / (own.progress + own_gains * held_back)
+            elif decay is not None:
+                kept = decay ** (worth * held_back if self.long_averages else 1.0)
+                new = 1 - kept
+                weight = kept * weight + new
+                moment += new / weight * (1 / own_gains - moment)
+            moments.append(moment)
+            weights.append(weight)
+        return jnp.concatenate(moments), jnp.stack(weights)
+
+
+def _given(
+    tx: optax.GradientTransformationExtraArgs, extra: dict[str, Any]
+) -> optax.GradientTransformationExtraArgs:
+    """Return `tx` with arguments that its update always gets."""
+
+    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
+        return tx.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The factors of one rule: a stretch of all factors, with a label each."""
+
+    where: slice
+    labels: tuple[int, ...]
+
+    @classmethod
+    def of(cls, kinds: list[tuple[int, int]], rule: int) -> "_Part":
+        places = [i for i, (own, _) in enumerate(kinds) if own == rule]
+        start = places[0] if places else 0
+        return cls(slice(start, start + len(places)), tuple(kinds[i][1] for i in places))
+
+    def labels_of(self, by_label: Array) -> Array:
+        """Return the values of this rule's labels, from the values of all labels."""
+        if self.labels == tuple(range(len(by_label))):
+            return by_label
+        return by_label[jnp.array(self.labels, jnp.int32)]
 
 
 def find(opt_state: PyTree) -> Adaptation:
@@ -397,7 +529,10 @@ def progress_between(before: PyTree, after: PyTree) -> Array:
 
 
 def gain(opt_state: PyTree) -> Array:
-    """Return the factors that multiplied the latest update, `[labels]`; without labels, `[1]`."""
+    """Return the factors that multiplied the latest update, `[labels]`; without labels, `[1]`.
+
+    If leaves have different rules, there is a factor for each rule, and within it for each label.
+    """
     return find(opt_state).gain
 
 
@@ -523,23 +658,6 @@ def _times(factor: Array, update: Any) -> Array:
     """Return the product in the type of `update`, an array of JAX or NumPy, rounded once."""
     wide = wide_dtype(factor.dtype, update.dtype)
     return (factor.astype(wide) * update.astype(wide)).astype(update.dtype)
-
-
-def _is_schedule(node: Any) -> bool:
-    # ScaleByScheduleState, WrappedScheduleState, WeightDecaySchedule, and a user's own: if a state holds
-    # nothing but a count, it exists to call a function of that count.
-    return getattr(type(node), "_fields", None) == ("count",)
-
-
-def with_schedules_at(state: PyTree, count: Array) -> PyTree:
-    """Return the optimizer state with the count of every schedule set to `count`."""
-
-    def place(node: Any) -> Any:
-        if not _is_schedule(node):
-            return node
-        return type(node)(count=count.astype(jnp.asarray(node.count).dtype))
-
-    return jax.tree.map(place, state, is_leaf=_is_schedule)
 
 
 def _add(total: Array, rest: Array, increment: Array) -> tuple[Array, Array]:

@@ -12,6 +12,7 @@ moments of almost pure signal from the base batch on, and of almost pure noise b
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,6 +36,30 @@ def cautious(scale: Any, grad: GradParams) -> GradParams:
     return dataclasses.replace(
         grad, sqr=jnp.where(grad.known, grad.sqr, sqr), var=jnp.where(grad.known, grad.var, var)
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeafRules:
+    """Rules of an optimizer that treats groups of leaves differently (`optax.multi_transform`, Muon).
+
+    Tuples by leaf follow `jax.tree.leaves(params)`; leaves beyond their end have the first rule.
+    """
+
+    rules: tuple[Rule, ...]
+    """The different rules."""
+    second_moment_decays: tuple[float | None, ...]
+    """Option `second_moment_decay` of `adaptive`, for each rule."""
+    rule_of_leaf: tuple[int, ...] = ()
+    """Index of each leaf's rule."""
+    step_sizes: tuple[float, ...] = ()
+    """Step size of each leaf, relative to the largest, which converts its norms to expected decreases of the
+    loss; () if the norms of all leaves are in the same units."""
+    by_size: tuple[bool, ...] = ()
+    """Whether a leaf's update is divided by the size of its gradient, which the norms are then divided by."""
+
+    def of_leaves(self, num_leaves: int) -> tuple[int, ...]:
+        """Return the index of the rule of each of so many leaves."""
+        return self.rule_of_leaf + (0,) * (num_leaves - len(self.rule_of_leaf))
 
 
 def adascale(scale: Any, grad: GradParams, progress: Any = 0.0) -> Any:

@@ -1,5 +1,6 @@
 """Finds the preconditioner of an adaptive optimizer, the factor of its gradients, in nested states."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,12 @@ class MomentConstants:
 
 
 def preconditioner(
-    opt_state: PyTree, params: PyTree, *, b2: float = 0.999, eps: float = 1e-8
+    opt_state: PyTree,
+    params: PyTree,
+    *,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    by_leaf: Sequence[MomentConstants] | None = None,
 ) -> PyTree | None:
     """Return the factor of the gradients, 1 / (sqrt(second moment) + eps); None for SGD and its kin.
 
@@ -34,13 +40,15 @@ def preconditioner(
     moment is still 0 (a table row that no sample has read) has no scale yet. It gets 0, which leaves it out,
     because 1 / eps would outweigh everything else.
 
-    optax stores neither b2 nor eps in its state, so pass yours (`probe.moment_constants` finds them). If
-    `inject_hyperparams` holds them, its values are used instead. (adamax stores a maximum under adam's name
-    and is not supported.)
+    optax stores neither b2 nor eps in its state, so pass yours, or `by_leaf` if leaves differ
+    (`probe.moment_constants` finds them). If `inject_hyperparams` holds them, its values are used instead.
+    (adamax stores a maximum under adam's name and is not supported.)
     """
     found: dict[Any, Array] = {}
-    _collect_scales(opt_state, {"b2": b2, "eps": eps}, found)
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    given = by_leaf or [MomentConstants(b2=b2, eps=eps)] * len(leaves)
+    constants = {path: one for (path, _), one in zip(leaves, given, strict=True)}
+    _collect_scales(opt_state, constants, {}, found)
     if not any(path in found for path, _ in leaves):
         return None
     scales = []
@@ -79,11 +87,28 @@ def is_settled(opt_state: PyTree) -> Array:
     return settled
 
 
-def second_moments(opt_state: PyTree) -> list[Array]:
-    """Return the leaves of the second moments of Adam and AMSGrad."""
+def second_moments(opt_state: PyTree, params: PyTree) -> list[Array | None]:
+    """Return the second moment of each leaf of `params` that Adam or AMSGrad keeps; None for others."""
     kinds = (optax.ScaleByAdamState, optax.ScaleByAmsgradState)
-    found = [node.nu for node in _adaptive(opt_state) if isinstance(node, kinds)]
-    return jax.tree.leaves(found)
+    found: dict[Any, Array] = {}
+    for node in _adaptive(opt_state):
+        if isinstance(node, kinds):
+            for path, moment in jax.tree_util.tree_leaves_with_path(node.nu):
+                found.setdefault(path, moment)
+    return [found.get(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+
+
+def covers(opt_state: PyTree, params: PyTree) -> list[int | None]:
+    """Return for each leaf of `params` which of the states that divide by a second moment divides it.
+
+    States are counted in order; None if no state does. Both trees may be abstract.
+    """
+    found: dict[Any, int] = {}
+    for index, node in enumerate(_adaptive(opt_state)):
+        for path, moment in jax.tree_util.tree_leaves_with_path(jax.eval_shape(_moment, node)):
+            found.setdefault((path, moment.shape), index)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return [found.get((path, leaf.shape)) for path, leaf in leaves]
 
 
 def _adaptive(opt_state: PyTree) -> list[Any]:
@@ -91,69 +116,76 @@ def _adaptive(opt_state: PyTree) -> list[Any]:
     return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_adaptive) if _is_adaptive(x)]
 
 
-def moment_memory(opt_state: PyTree, b2: float) -> float | None:
-    """Return the share of second moments that is kept per update: `b2`, or 1 if they are sums (Adagrad).
+def moment_memories(
+    opt_state: PyTree, params: PyTree, moments: Sequence[MomentConstants]
+) -> list[float | None]:
+    """Return for each leaf the share of its second moment that is kept per update, or 1 if it is a sum.
 
-    None if they adapt within a few updates or never shrink (RMSProp, AMSGrad), or if there are several kinds.
+    None if there is no second moment, or if it adapts within a few updates or never shrinks (RMSProp,
+    AMSGrad). `moments` are the constants of every leaf.
     """
-    kinds = {type(node) for node in _adaptive(opt_state)}
-    if kinds == {optax.ScaleByRssState}:
-        return 1.0
-    averages = {optax.ScaleByAdamState, optax.ScaleByBeliefState}
-    return b2 if kinds and kinds <= averages else None
-
-
-def is_adam_like(opt_state: PyTree) -> bool:
-    """Return whether the optimizer divides each element of the gradient by a root of its squares."""
-    return bool(_adaptive(opt_state))
+    nodes, averages = _adaptive(opt_state), (optax.ScaleByAdamState, optax.ScaleByBeliefState)
+    found: list[float | None] = []
+    for index, constants in zip(covers(opt_state, params), moments, strict=True):
+        node = None if index is None else nodes[index]
+        if isinstance(node, optax.ScaleByRssState):
+            found.append(1.0)
+        else:
+            found.append(constants.b2 if isinstance(node, averages) else None)
+    return found
 
 
 def _is_adaptive(node: Any) -> bool:
     return isinstance(node, _ADAPTIVE_STATES) or type(node).__name__ in _COUNTED_NAMES
 
 
-def _collect_scales(state: PyTree, constants: dict[str, Any], found: dict[Any, Array]) -> None:
+def _collect_scales(
+    state: PyTree,
+    constants: Mapping[Any, MomentConstants],
+    injected: Mapping[str, Any],
+    found: dict[Any, Array],
+) -> None:
     """Add the factor of each leaf, by path, from the adaptive states under `state` to `found`.
 
-    If several cover a leaf, the first wins.
+    If several cover a leaf, the first wins. `injected` constants replace the leaves' own.
     """
-    injected = optax.InjectStatefulHyperparamsState
+    kind = optax.InjectStatefulHyperparamsState
 
     def is_leaf(node: Any) -> bool:
-        return _is_adaptive(node) or isinstance(node, injected)
+        return _is_adaptive(node) or isinstance(node, kind)
 
     for node in jax.tree.leaves(state, is_leaf=is_leaf):
-        if isinstance(node, injected):
+        if isinstance(node, kind):
             known = {k: v for k, v in node.hyperparams.items() if k in ("b2", "decay", "eps")}
-            known |= {"b2": known["decay"]} if "decay" in known else {}
-            _collect_scales(node.inner_state, constants | known, found)
+            known |= {"b2": known.pop("decay")} if "decay" in known else {}
+            _collect_scales(node.inner_state, constants, {**injected, **known}, found)
         elif _is_adaptive(node):
-            for path, scale in _scales(node, **{k: constants[k] for k in ("b2", "eps")}):
-                found.setdefault(path, scale)
+            for path, moment in jax.tree_util.tree_leaves_with_path(_moment(node)):
+                own = constants.get(path, MomentConstants())
+                values = {"b2": own.b2, "eps": own.eps, **injected}
+                if path not in found:
+                    found[path] = _scale(node, moment, **values)
 
 
-def _scales(state: Any, *, b2: Any, eps: Any) -> list[tuple[Any, Array]]:
+def _moment(state: Any) -> PyTree:
+    """Return the tree of second moments in a state, whose roots divide the gradients."""
     if isinstance(state, optax.ScaleByRssState):
-        moment = state.sum_of_squares
-    elif isinstance(state, optax.ScaleByAmsgradState):
-        moment = state.nu_max  # already bias-corrected
-    elif "RStdDev" in type(state).__name__:
-        moment = jax.tree.map(lambda nu, mu: nu - jnp.square(mu), state.nu, state.mu)
-    else:
-        moment = state.nu
+        return state.sum_of_squares
+    if isinstance(state, optax.ScaleByAmsgradState):
+        return state.nu_max  # already bias-corrected
+    if "RStdDev" in type(state).__name__:
+        return jax.tree.map(lambda nu, mu: nu - jnp.square(mu), state.nu, state.mu)
+    return state.nu
+
+
+def _scale(state: Any, x: Array, *, b2: Any, eps: Any) -> Array:
+    """Return the factor of a leaf's gradient, from its second moment `x`."""
     # Checked by field, because every tuple has a method called count.
     count: Any = state.count if "count" in state._fields else None
-    corrected = isinstance(state, optax.ScaleByAmsgradState)
-
-    def scale(x: Array) -> Array:
-        x = jnp.maximum(x.astype(wide_dtype(x.dtype)), 0)
-        correction: Any = 1.0
-        if count is not None and not corrected:
-            correction = 1 - b2 ** jnp.maximum(count, 1).astype(x.dtype)
-        # A sum instead of a choice, because XLA:CPU takes twice as long over a root in a branch.
-        found = 1 / (jnp.sqrt(x / correction) + (eps + jnp.where(x > 0, 0.0, jnp.inf)))
-        return (found if count is None else jnp.where(count < _ADAM_WARMUP, 1, found)).astype(
-            x.dtype
-        )
-
-    return [(path, scale(x)) for path, x in jax.tree_util.tree_flatten_with_path(moment)[0]]
+    x = jnp.maximum(x.astype(wide_dtype(x.dtype)), 0)
+    correction: Any = 1.0
+    if count is not None and not isinstance(state, optax.ScaleByAmsgradState):
+        correction = 1 - b2 ** jnp.maximum(count, 1).astype(x.dtype)
+    # A sum instead of a choice, because XLA:CPU takes twice as long over a root in a branch.
+    found = 1 / (jnp.sqrt(x / correction) + (eps + jnp.where(x > 0, 0.0, jnp.inf)))
+    return (found if count is None else jnp.where(count < _ADAM_WARMUP, 1, found)).astype(x.dtype)

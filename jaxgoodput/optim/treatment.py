@@ -1,82 +1,254 @@
-"""Chooses how an optimizer is treated when its batch changes: its rule, the norm of its noise, its memory.
+"""Chooses how an optimizer is treated when its batch changes, leaf by leaf: its rule, its noise, its memory.
 
-Optimizers are probed once before training (`probe`), because optax stores neither names nor constants.
+Optimizers are traced and probed once before training (`traced`, `probe`), because optax stores neither names
+nor constants. Leaves that the optimizer treats alike have a rule in common; most optimizers have one rule.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from absl import logging
 from jaxtyping import PyTree
 
 from jaxgoodput.optim import learning_rate as rules
-from jaxgoodput.optim.learning_rate import Rule
+from jaxgoodput.optim.learning_rate import LeafRules, Rule
 from jaxgoodput.optim.memory import Decays
-from jaxgoodput.optim.preconditioner import MomentConstants, is_adam_like, moment_memory
+from jaxgoodput.optim.preconditioner import MomentConstants, covers, moment_memories
 from jaxgoodput.optim.probe import (
     averages_parameters,
     lags,
     long_averages,
     moment_constants,
+    noise_left,
     noise_share,
-    normalised_share,
+    normalises,
+    step_sizes,
 )
+from jaxgoodput.optim.traced import (
+    Clocks,
+    TracedUpdate,
+    at_count,
+    by_updates,
+    clocks_of,
+    traced_update,
+)
+
+_SAME_SHARE = 1.5  # leaves whose shares of noise differ by a smaller factor have one rule
+_COUNTS = (1, 100, 1_000, 10_000, 100_000)  # at which schedules are tried
 
 
 @dataclass(frozen=True, kw_only=True)
 class Treatment:
     """The properties of an optimizer that `adaptive` and the noise statistics depend on."""
 
+    tx: optax.GradientTransformationExtraArgs
+    """The optimizer, given only the arguments that it accepts."""
+    moves: tuple[bool, ...]
+    """Whether any update may change a leaf, for each leaf; noise is measured on leaves that move."""
+    clocks: Clocks
+    """Counts of the schedules in its state."""
+    by_updates: tuple[str, ...]
+    """Wrappers that mean a number of updates, so that the batch must not change."""
     is_adam_like: bool
     """Whether it divides by a root of squares, as the norms of its noise then are, too."""
-    rule: Rule
-    """Learning-rate rule, the user's or the one that suits the optimizer."""
-    moments: MomentConstants
-    """Constants of its second moment."""
-    second_moment_decay: float | None
-    """Option of `adaptive`."""
+    rule: LeafRules
+    """Learning-rate rules, the user's own, or rules that suit the optimizer."""
+    moments: tuple[MomentConstants, ...]
+    """Constants of each leaf's second moment."""
     long_averages: Decays
     """Option of `adaptive`."""
 
 
 def treatment_of(
-    tx: optax.GradientTransformation, params: PyTree, rule: Rule | None = None
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    rule: Rule | None = None,
+    preconditioned: bool | None = None,
 ) -> Treatment:
     """Return how to treat `tx`; `params` may be abstract. Warns if the user's own `rule` does not suit it.
 
-    Raises NeedsMore if the transformation requires more than gradients, parameters and the loss.
+    `preconditioned` says whether norms of gradients are measured after the optimizer's division; None: they
+    are if it divides.
+
+    Raises UnsupportedOptimizer if the transformation requires more than gradients, parameters and the loss.
     """
-    opt_state = jax.eval_shape(tx.init, params)
-    adam_like = is_adam_like(opt_state)
-    # Optimizers that are not known by type are probed: Lion, sign and normalised SGD, and a user's own.
-    normalises = adam_like or normalised_share(tx, params) > 0.5
-    moments = moment_constants(tx, params) if adam_like else MomentConstants()
-    _warn_of_averages(tx, params, opt_state)
-    decay = moment_memory(opt_state, moments.b2)
-    if decay is not None and not lags(tx, params):
-        decay = None
-    better = rules.adam_scale if normalises else rules.adascale
-    worse = rules.adascale if normalises else rules.adam_scale
-    if rule is None:
-        is_lagging = not normalises or decay is not None
-        rule = better if is_lagging else rules.of_noise_share(noise_share(tx, params))
-    elif rule is worse:
-        logging.warning(
-            "the rule %s does not suit this optimizer, which %s the gradient by its size. Use %s, or leave "
-            "Config.rule None to have it chosen.",
-            worse.__name__,
-            "divides" if normalises else "does not divide",
-            better.__name__,
-        )
+    traced = traced_update(tx, params)
+    clocks = clocks_of(traced)
+    moves = np.array(traced.moves())
+    if not moves.any():  # a step size of 0: what it would do is unknown
+        moves[:] = True
+    probed = _Probed.of(traced, clocks, moves)
+    _warn_of_averages(at_count(traced.tx, clocks, 1), params, traced.state)
+    if rule is not None:
+        _warn_of_rule(rule, probed)
     return Treatment(
-        is_adam_like=adam_like,
-        rule=rule,
-        moments=moments,
-        second_moment_decay=decay if rule is rules.adam_scale else None,
-        long_averages=long_averages(tx, params),
+        tx=traced.tx,
+        moves=tuple(map(bool, moves)),
+        clocks=clocks,
+        by_updates=by_updates(traced.state),
+        is_adam_like=bool(probed.divides.any()),
+        rule=_leaf_rules(probed, rule, preconditioned is not False),
+        moments=probed.moments,
+        long_averages=long_averages(at_count(traced.tx, clocks, 1), params),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Probed:
+    """What probing found of each leaf, as arrays `[leaves]`."""
+
+    traced: TracedUpdate
+    clocks: Clocks
+    tx: optax.GradientTransformation
+    """The optimizer, with schedules at the first count at which all leaves move."""
+    params: PyTree
+    moves: np.ndarray
+    """Whether any update may change the leaf."""
+    divides: np.ndarray
+    """Whether the leaf's gradient is divided by a root of squares that `preconditioner` finds."""
+    normalises: np.ndarray
+    """Whether updates stay the same if gradients double, or would if squares had time to follow."""
+    moments: tuple[MomentConstants, ...]
+    decays: list[float | None]
+    """Share of the second moment that is kept per update, if updates lag behind it."""
+
+    @classmethod
+    def of(cls, traced: TracedUpdate, clocks: Clocks, moves: np.ndarray) -> "_Probed":
+        """Probe the optimizer; `moves` says which leaves an update may change."""
+        params, state = traced.params, traced.state
+        tx, grows = _held_where_all_move(traced, clocks, moves)
+        divides = np.array([x is not None for x in covers(state, params)]) & moves
+        moments = (MomentConstants(),) * len(moves)
+        if divides.any():
+            moments = moment_constants(tx, params)
+        decays = moment_memories(state, params, moments)
+        if any(x is not None for x in decays):
+            is_lagging = lags(tx, params)
+            decays = [x if lag else None for x, lag in zip(decays, is_lagging, strict=True)]
+        # An unseen leaf is taken for what most parameters are.
+        sizes = np.array([x.size for x in jax.tree.leaves(params)], float)
+        seen = moves & ~np.isnan(grows)
+        most = seen.any() and float(np.average(grows[seen], weights=sizes[seen] + 1e-9)) > 0.5
+        return cls(
+            traced=traced,
+            clocks=clocks,
+            tx=tx,
+            params=params,
+            moves=moves,
+            divides=divides,
+            normalises=divides | np.where(np.isnan(grows), most, grows == 1),
+            moments=moments,
+            decays=decays,
+        )
+
+    def step_sizes(self, by_size: np.ndarray) -> np.ndarray:
+        """Return the step size of each leaf at the highest point of its schedule that was tried."""
+        counts = _COUNTS if self.clocks.steady else _COUNTS[:1]
+        return step_sizes(
+            self.traced.tx,
+            self.params,
+            by_size=by_size,
+            moments=self.moments,
+            clocks=self.clocks,
+            counts=counts,
+        )
+
+
+def _held_where_all_move(
+    traced: TracedUpdate, clocks: Clocks, moves: np.ndarray
+) -> tuple[optax.GradientTransformation, np.ndarray]:
+    """Return the optimizer with schedules held at a count at which all leaves move, and `normalises` there.
+
+    If there is no such count, it is the first that is tried, because most schedules begin there.
+    """
+    found = None
+    for count in _COUNTS if clocks.steady else _COUNTS[:1]:
+        tx = at_count(traced.tx, clocks, count)
+        grows = normalises(tx, traced.params)
+        found = found or (tx, grows)
+        if not np.isnan(grows[moves]).any():
+            return tx, grows
+    assert found is not None
+    return found
+
+
+def _leaf_rules(probed: _Probed, rule: Rule | None, preconditioned: bool) -> LeafRules:
+    """Return the rule of each leaf, the user's `rule` or one that suits it."""
+    num_leaves, moving = len(probed.moves), np.flatnonzero(probed.moves).tolist()
+    chosen = _suitable_rules(probed) if rule is None else [rule] * num_leaves
+    kinds: dict[tuple[Rule, float | None], int] = {}
+    rule_of_leaf = [0] * num_leaves
+    for i in moving:
+        decay = probed.decays[i] if chosen[i] is rules.adam_scale else None
+        rule_of_leaf[i] = kinds.setdefault((chosen[i], decay), len(kinds))
+    is_divided = probed.divides & preconditioned
+    by_size = probed.normalises & ~is_divided
+    # Norms are measured in the coordinates of each leaf's own division. If these differ, norms are converted.
+    sizes: tuple[float, ...] = ()
+    if len({(bool(is_divided[i]), bool(by_size[i])) for i in moving}) > 1:
+        found = probed.step_sizes(by_size)
+        largest = found[probed.moves].max()
+        sizes = tuple(map(float, found / largest)) if largest > 0 else ()
+    return LeafRules(
+        rules=tuple(one for one, _ in kinds),
+        second_moment_decays=tuple(decay for _, decay in kinds),
+        rule_of_leaf=tuple(rule_of_leaf),
+        step_sizes=sizes,
+        by_size=tuple(map(bool, by_size)),
+    )
+
+
+def _suitable_rules(probed: _Probed) -> list[Rule]:
+    """Return the rule that suits each leaf."""
+    chosen: list[Rule] = [rules.adam_scale if x else rules.adascale for x in probed.normalises]
+    # Divided by what keeps up with the gradient, or by what holds only a part of the noise.
+    divided = np.flatnonzero(probed.moves & probed.normalises).tolist()
+    others = [i for i in divided if probed.decays[i] is None]
+    for i, own in _rules_by_noise(probed, others).items():
+        chosen[i] = own
+    return chosen
+
+
+def _rules_by_noise(probed: _Probed, leaves: Sequence[int]) -> dict[int, Rule]:
+    """Return rules that fit how much noise is left in what a leaf's gradient is divided by."""
+    if not leaves:
+        return {}
+    left = noise_left(probed.tx, probed.params)
+    by_share = sorted(leaves, key=lambda i: noise_share(left[[i]]))
+    groups: list[list[int]] = []
+    for i in by_share:
+        share = noise_share(left[[i]])
+        if groups and share <= _SAME_SHARE * noise_share(left[groups[-1][:1]]):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    found = {}
+    for group in groups:
+        own = rules.of_noise_share(noise_share(left[group]))
+        found.update(dict.fromkeys(group, own))
+    return found
+
+
+def _warn_of_rule(rule: Rule, probed: _Probed) -> None:
+    own = probed.normalises[probed.moves]
+    for worse, better, is_wrong, does in (
+        (rules.adascale, rules.adam_scale, own, "divides"),
+        (rules.adam_scale, rules.adascale, ~own, "does not divide"),
+    ):
+        if rule is worse and is_wrong.any():
+            where = "" if is_wrong.all() else f" in {is_wrong.sum()} of {own.size} leaves"
+            logging.warning(
+                "the rule %s does not suit this optimizer, which %s the gradient by its size%s. Use %s, or "
+                "leave Config.rule None to have it chosen.",
+                worse.__name__,
+                does,
+                where,
+                better.__name__,
+            )
 
 
 def _warn_of_averages(tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> None:

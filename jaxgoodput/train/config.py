@@ -268,7 +268,7 @@ class Config:
     never split into micro-batches; use this for losses in which samples see each other.
     """
     rule: Annotated[Rule, Remedy(_RULE)] | None = None
-    """Rule for the learning-rate gain; None chooses one that suits the optimizer.
+    """Rule for the learning-rate gain; None chooses one for each leaf that suits its optimizer.
 
     The choice is adam_scale for Adam and its kin, of_noise_share for other optimizers that divide the
     gradient by its size (Lion, Adafactor, sign SGD), and adascale for the rest. The optimizer is probed to

@@ -45,7 +45,7 @@ def run(tx, steps, key):
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_update_is_gradient_times_preconditioner(name, key):
-    constants = {"b2": 0.9, "eps": 1e-3} if name == "adam, b2 of its own" else {}
+    constants: Any = {"b2": 0.9, "eps": 1e-3} if name == "adam, b2 of its own" else {}
     grads, updates, state = run(TRANSFORMS[name], 7, key)
     scale = jax.jit(lambda s: noise.preconditioner(s, PARAMS, **constants))(state)
     jax.tree.map(

@@ -1,22 +1,42 @@
 """An optimizer that is asked tells whether it normalises gradients, and its constants."""
 
-import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxgoodput.optim.preconditioner import MomentConstants
-from jaxgoodput.optim.probe import NeedsMore, lags, moment_constants, noise_share, normalised_share
+from jaxgoodput.optim.probe import (
+    lags,
+    moment_constants,
+    noise_left,
+    noise_share,
+    normalises,
+    step_sizes,
+)
+from jaxgoodput.optim.traced import at_count, clocks_of, traced_update
 
 PARAMS = {
     "kernel": jax.ShapeDtypeStruct((30, 20), jnp.float32),
     "bias": jax.ShapeDtypeStruct((20,), jnp.float32),
 }
+SGD_BIAS = {"kernel": "other", "bias": "sgd"}
 WARMUP = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 100, 1000)
+
+
+def asked(tx):
+    """The optimizer as it is probed: with schedules held after their first step."""
+    traced = traced_update(tx, PARAMS)
+    return at_count(traced.tx, clocks_of(traced), 1)
+
+
+def beside_sgd(tx):
+    return optax.multi_transform({"other": tx, "sgd": optax.sgd(0.1)}, SGD_BIAS)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +52,7 @@ WARMUP = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 100, 1000)
     ids=["sgd", "momentum", "clipped", "adagrad"],
 )
 def test_the_update_of_these_follows_the_gradient(tx):
-    assert normalised_share(tx, PARAMS) == 0
+    assert normalises(asked(tx), PARAMS).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -50,26 +70,32 @@ def test_the_update_of_these_follows_the_gradient(tx):
     ids=["adamw", "lion", "adafactor", "sign", "normalised", "adan", "prodigy", "muon"],
 )
 def test_the_update_of_these_does_not(tx):
-    assert normalised_share(tx, PARAMS) == 1
+    assert normalises(asked(tx), PARAMS).tolist() == [1, 1]
 
 
-def test_parameters_count_by_their_number():
-    groups = optax.multi_transform(
-        {"lion": optax.lion(1e-3), "sgd": optax.sgd(0.1)}, {"kernel": "lion", "bias": "sgd"}
-    )
-    assert normalised_share(groups, PARAMS) == pytest.approx(600 / 620)
+def test_each_leaf_has_an_answer_of_its_own():
+    bias, kernel = normalises(beside_sgd(optax.lion(1e-3)), PARAMS)
+    assert (bias, kernel) == (0, 1)
 
 
 def test_who_moves_nothing_is_unknown():
-    assert math.isnan(normalised_share(optax.sgd(0.0), PARAMS))
+    assert np.isnan(normalises(optax.sgd(0.0), PARAMS)).all()
 
 
-def test_a_link_may_ask_for_the_loss_and_for_nothing_else():
-    plateau = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
-    assert normalised_share(plateau, PARAMS) == 0
-    for tx in (optax.lbfgs(), optax.contrib.sophia(0.1)):
-        with pytest.raises(NeedsMore, match="missing|must be provided"):
-            normalised_share(tx, PARAMS)
+@pytest.mark.parametrize(
+    ("tx", "size"),
+    [
+        (optax.sgd(0.3), 0.3),
+        (optax.sgd(0.3, momentum=0.5), 0.6),
+        (optax.adamw(0.02, b2=0.9, weight_decay=0.1), 0.02),
+        (optax.adagrad(0.2), 0.2),
+        (optax.lion(0.01), 0.01),
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.5)), 0.5),
+    ],
+    ids=["sgd", "momentum", "adamw", "adagrad", "lion", "clipped"],
+)
+def test_the_step_size_of_each_leaf_is_found(tx, size):
+    np.testing.assert_allclose(step_sizes(beside_sgd(tx), PARAMS), [0.1, size], rtol=0.02)
 
 
 @pytest.mark.slow
@@ -87,7 +113,7 @@ def test_the_constants_of_adam_are_found(b2, eps, decay):
         "unit-wise clip": optax.adaptive_grad_clip(0.01),
     }
     for name, link in before.items():
-        found = moment_constants(optax.chain(link, adam), PARAMS)
+        found, _ = moment_constants(asked(optax.chain(link, adam)), PARAMS)
         assert found.b2 == b2, name
         if (
             name != "unit-wise clip"
@@ -97,10 +123,17 @@ def test_the_constants_of_adam_are_found(b2, eps, decay):
 
 def test_the_constants_of_one_group_are_found_beside_another():
     adam = optax.adam(0.1, b2=0.9, eps=1e-3)
-    groups = optax.multi_transform(
-        {"adam": adam, "sgd": optax.sgd(0.1)}, {"kernel": "adam", "bias": "sgd"}
-    )
-    assert moment_constants(groups, PARAMS) == MomentConstants(b2=0.9, eps=1e-3)
+    bias, kernel = moment_constants(beside_sgd(adam), PARAMS)
+    assert kernel == MomentConstants(b2=0.9, eps=1e-3)
+    assert bias == MomentConstants()
+
+
+def test_groups_with_other_constants_have_their_own():
+    groups: Any = {"a": optax.adam(0.1, b2=0.9, eps=1e-3), "b": optax.adam(0.1, b2=0.99, eps=1e-6)}
+    tx = optax.multi_transform(groups, {"kernel": "a", "bias": "b"})
+    bias, kernel = moment_constants(tx, PARAMS)
+    assert kernel == MomentConstants(b2=0.9, eps=1e-3)
+    assert bias == MomentConstants(b2=0.99, eps=1e-6)
 
 
 def test_a_link_that_looks_at_real_shapes_is_unknown():
@@ -109,13 +142,14 @@ def test_a_link_that_looks_at_real_shapes_is_unknown():
         return updates, state
 
     strict = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-    assert math.isnan(normalised_share(optax.chain(strict, optax.sgd(0.1)), PARAMS))
-    assert moment_constants(optax.chain(strict, optax.adam(0.1)), PARAMS) == MomentConstants()
+    assert np.isnan(normalises(optax.chain(strict, optax.sgd(0.1)), PARAMS)).all()
+    found = moment_constants(optax.chain(strict, optax.adam(0.1)), PARAMS)
+    assert set(found) == {MomentConstants()}
 
 
 def test_the_constants_of_others_are_those_of_optax():
     for tx in (optax.sgd(0.1), optax.rmsprop(0.1, decay=0.5), optax.adagrad(0.1)):
-        assert moment_constants(tx, PARAMS) == MomentConstants()
+        assert set(moment_constants(tx, PARAMS)) == {MomentConstants()}
 
 
 @pytest.mark.parametrize(
@@ -130,7 +164,7 @@ def test_the_constants_of_others_are_those_of_optax():
     ids=["sign", "adafactor", "rmsprop", "lion", "sign of momentum"],
 )
 def test_how_much_noise_an_optimizer_divides_by(tx, least, most):
-    assert least <= noise_share(tx, PARAMS) <= most
+    assert least <= noise_share(noise_left(tx, PARAMS)) <= most
 
 
 def test_of_what_cannot_be_asked_all_noise_is_left():
@@ -138,8 +172,8 @@ def test_of_what_cannot_be_asked_all_noise_is_left():
         raise TypeError("never")
 
     broken = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-    assert noise_share(broken, PARAMS) == 1.0
-    assert noise_share(optax.set_to_zero(), PARAMS) == 1.0
+    for tx in (broken, optax.set_to_zero()):
+        assert noise_share(noise_left(tx, PARAMS)) == 1.0
 
 
 def test_only_updates_in_proportion_to_the_gradient_lag():
@@ -148,8 +182,8 @@ def test_only_updates_in_proportion_to_the_gradient_lag():
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1, b2=0.9)),
         optax.adagrad(0.1),
     ):
-        assert lags(tx, PARAMS)
-    groups = {"kernel": "adam", "bias": "lion"}
-    mixed = optax.multi_transform({"adam": optax.adam(0.1), "lion": optax.lion(0.1)}, groups)
-    for tx in (optax.lamb(0.1), mixed):
-        assert not lags(tx, PARAMS)
+        assert lags(tx, PARAMS).tolist() == [True, True]
+    assert lags(optax.lamb(0.1), PARAMS).tolist() == [False, False]
+    groups: Any = {"adam": optax.adam(0.1), "lion": optax.lion(0.1)}
+    mixed = optax.multi_transform(groups, {"kernel": "adam", "bias": "lion"})
+    assert lags(mixed, PARAMS).tolist() == [False, True]  # bias, kernel

@@ -17,10 +17,9 @@ from jaxgoodput.data.readers import Attempts
 from jaxgoodput.data.sources import Source, abstract_sample, as_source, is_endless
 from jaxgoodput.engine.rows import as_seen
 from jaxgoodput.engine.state import Variables, split
-from jaxgoodput.engine.step import LossAndState, Problem
+from jaxgoodput.engine.step import LossAndState, Problem, moving
 from jaxgoodput.engine.traces import Traces
 from jaxgoodput.optim import adaptive as adaptation
-from jaxgoodput.optim.probe import NeedsMore
 from jaxgoodput.optim.treatment import Treatment, treatment_of
 from jaxgoodput.parallel.place import Place
 from jaxgoodput.parallel.strategy import anywhere
@@ -96,10 +95,13 @@ def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None 
             f"optimizer() must return an optax.GradientTransformation; got {type(tx).__name__}. "
             "Write `return optax.adam(1e-3)`, or another one of optax."
         )
+    if not isinstance(tx, optax.GradientTransformation):  # such as optax.MultiSteps
+        tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
     params = _abstract_params(task)
     mask = task.trainable(params)
     kept = _trained(params, mask)
     treatment = _treatment(tx, kept, config)
+    _require_progress(treatment, config)
     preconditioned = config.statistics.preconditioned
     preconditioned = treatment.is_adam_like if preconditioned is None else preconditioned
     if config.statistics.from_norm_layers:  # their factors are not parameters of tx
@@ -113,7 +115,7 @@ def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None 
         loss_and_state=loss_and_state,
         takes_mask=takes_mask,
         tx=adaptation.adaptive(
-            tables.optimizer(tx),
+            tables.optimizer(treatment.tx),
             treatment.rule,
             base_batch_size=config.batch.base,
             smoothing=config.statistics.smoothing,
@@ -122,9 +124,9 @@ def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None 
             schedules="progress" if config.epochs is None else "samples",
             # With a fixed policy the rate stays, also for the last batch, which is smaller.
             shrinks=config.policy != "fixed" or config.tuning.fixed_tolerance > 0,
-            second_moment_decay=treatment.second_moment_decay,
             long_averages=treatment.long_averages,
-            seen=as_seen,
+            seen=lambda tree: moving(as_seen(tree), treatment.moves),
+            clocks=treatment.clocks,
         ),
         base_batch_size=config.batch.base,
         trainable=None if mask is None else task.trainable,
@@ -132,6 +134,7 @@ def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None 
         from_norm_layers=config.statistics.from_norm_layers,
         has_labels=labels is not None,
         moments=treatment.moments,
+        moves=treatment.moves,
         compute_dtype=None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),
         ema=config.ema,
         swaps_products=config.execution.swap_cpu_products,
@@ -158,16 +161,33 @@ def _trained(params: PyTree, mask: PyTree | None) -> PyTree:
 
 def _treatment(tx: optax.GradientTransformation, kept: PyTree, config: Config) -> Treatment:
     """Return how the noise and the learning rate of an optimizer are treated, found by probing it."""
-    try:
-        with trying():
-            jax.eval_shape(saveable(tx.init, "the state of optimizer()"), kept)
-            return treatment_of(tx, kept, config.rule)
-    except NeedsMore as error:
+    preconditioned = config.statistics.preconditioned
+    if config.statistics.from_norm_layers:
+        preconditioned = False
+    with trying():
+        jax.eval_shape(saveable(tx.init, "the state of optimizer()"), kept)
+        return treatment_of(tx, kept, config.rule, preconditioned)
+
+
+def _require_progress(treatment: Treatment, config: Config) -> None:
+    """Raise ValueError if the batch may change, and the optimizer holds what only counts updates."""
+    if config.policy == "fixed" and not config.tuning.fixed_tolerance:
+        return
+    if treatment.by_updates:
         raise ValueError(
-            "optimizer() has a link that asks for more than gradients, parameters and the loss: "
-            f"{str(error).rstrip('.')}. A line search (lbfgs) or a Hessian (sophia) is not supported: leave "
-            "that link out."
-        ) from error
+            f"optimizer() uses {'; and '.join(treatment.by_updates)}. A number of updates has no fixed "
+            "meaning if the batch changes. To accumulate gradients, drop the wrapper and set "
+            "BatchLimits.micro, the samples that are computed at once: larger batches are accumulated from "
+            'micro-batches. Or keep the batch, with Config.policy "fixed": the wrapper then works as in an '
+            "optax loop."
+        )
+    if treatment.clocks.held:
+        raise ValueError(
+            f"optimizer() has a schedule, at {', '.join(treatment.clocks.held)} of its state, inside a "
+            "wrapper that does not advance it in every update. Progress cannot take the place of its count "
+            "if the batch changes. Take the schedule out of the wrapper, or keep the batch, with "
+            'Config.policy "fixed".'
+        )
 
 
 def _loss_of(task: Task, tables: TaskTables | NoTables) -> tuple[LossAndState, bool]:

@@ -28,7 +28,7 @@ from jaxgoodput.train.start.lost_values import Origin, any_lost, floats, how_bad
 # five times, so that a check costs less than a thousandth of the steps since the one before.
 GLANCE_EVERY, NUM_PARTS = 100, 4
 # A step reads few rows of a table, so the part of its slots does not grow with the table up to some size.
-SLOT_PART_BYTES, MOST_SLOT_PARTS = 2**23, 64
+SLOT_PART_BYTES, MOST_SLOT_PARTS = 2**21, 256
 
 
 @dataclass(frozen=True)
