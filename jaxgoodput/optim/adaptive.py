@@ -654,8 +654,8 @@ def _as_one(grad: GradGroups, scale: Array) -> GradParams:
     return GradParams(sqr=signal, var=var, known=jnp.asarray(grad.known))
 
 
-def _times(factor: Array, update: Array) -> Array:
-    """Return the product in the update's type, rounded once."""
+def _times(factor: Array, update: Any) -> Array:
+    """Return the product in the type of `update`, an array of JAX or NumPy, rounded once."""
     wide = wide_dtype(factor.dtype, update.dtype)
     return (factor.astype(wide) * update.astype(wide)).astype(update.dtype)
 
