@@ -93,7 +93,7 @@ OF_CONTRIB = (
     _alone("dog", lambda: contrib.dog(init_step=("distance", 0.01))),
     _alone("dowg", lambda: contrib.dowg(init_estim_sq_dist=1e-3)),
     _alone("dpsgd", lambda: contrib.dpsgd(0.05, 1.0, 0.1, seed=0)),
-    _alone("galore", lambda: contrib.galore(0.01, rank=4)),
+    _alone("galore", lambda: contrib.galore(0.01, rank=4), decays=(0.999,)),
     _alone("madgrad", lambda: contrib.madgrad(0.01)),
     _alone("mechanize", lambda: contrib.mechanize(optax.sgd(0.1), s_init=0.1)),
     _alone("momo", lambda: contrib.momo(0.5), extra=("value",)),
