@@ -262,6 +262,7 @@ class _Adaptive:
             paths = self._clocks_in(updates, params, extra).steady
             before = with_counts_at(state.inner, paths, _whole(*clocks[self.schedules]))
             scaled, inner = self.tx.update(updates, before, params, **extra)
+            inner = jax.tree.map(_typed_as, inner, before)
         scaled = jax.tree.map(lambda u, i: _times(factors[i], u), scaled, factor_of_leaf)
         if self.long_averages:
             done = own.progress + own.progress_rest
@@ -658,6 +659,11 @@ def _times(factor: Array, update: Any) -> Array:
     """Return the product in the type of `update`, an array of JAX or NumPy, rounded once."""
     wide = wide_dtype(factor.dtype, update.dtype)
     return (factor.astype(wide) * update.astype(wide)).astype(update.dtype)
+
+
+def _typed_as(new: Any, old: Any) -> Any:
+    # Gradients are float32 whatever the parameters are, and so would become what optax makes in their types.
+    return new if jnp.result_type(new) == jnp.result_type(old) else jnp.asarray(new, old.dtype)
 
 
 def _add(total: Array, rest: Array, increment: Array) -> tuple[Array, Array]:

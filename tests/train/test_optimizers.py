@@ -166,3 +166,21 @@ def test_an_optimizer_that_needs_more_is_refused_before_the_first_step(tmp_path)
     tx = optax.lookahead(optax.sgd(0.1), 5, 0.5)
     with pytest.raises(ValueError, match="optimizer\\(\\) has a link.*lookahead.*Config.ema"):
         problem_of(Mean(settings, tx=tx), settings)
+
+
+class Halves(Mean):
+    """A mean whose parameters are in half precision."""
+
+    def init(self, key):
+        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), super().init(key))
+
+
+@pytest.mark.parametrize("name", ["adam", "lion", "adagrad"])
+def test_the_state_of_an_optimizer_keeps_its_types_beside_float32_gradients(tmp_path, name):
+    tx = getattr(optax, name)(0.01)
+    state = Halves(config(tmp_path, base_steps=3), tx=tx).fit()
+
+    def types(tree):
+        return jax.tree.map(lambda x: x.dtype, tree)
+
+    assert types(state.opt_state.inner) == types(tx.init(state.params))
