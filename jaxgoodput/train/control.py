@@ -99,7 +99,6 @@ class Control:
     save: bool = False
     evaluate: bool = False
     show: bool = False  # the parameters to the hooks
-    certify: bool = False  # check all values: some were found lost
     regroup: bool = False  # processes are about to join or leave
     keep: bool = False  # a copy of the state, here and on a neighbour
     batch: BatchConfig | BatchWish | None = None  # to use from now on
@@ -124,7 +123,7 @@ class Control:
         return self.batch
 
 
-FLAGS = ("stop", "finish", "save", "evaluate", "show", "certify", "regroup", "keep")
+FLAGS = ("stop", "finish", "save", "evaluate", "show", "regroup", "keep")
 COUNTS = ("num_ready", "num_measuring")
 CONTROL_SIZE = len(FLAGS) + len(COUNTS) + len(("cadence", "micro", "count", "strategy"))
 NOTHING = Control()

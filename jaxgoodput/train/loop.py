@@ -299,8 +299,6 @@ class Loop:
         control = self.kind.decisions.received(result, self.now.batch)
         if self._ends(control):
             return False
-        if control.certify:
-            self._saver.certify(rows=True)
         is_best = control.evaluate and self._evaluate()
         if self._ending.stopped_by:
             return False

@@ -20,11 +20,13 @@ class Certifier:
     """Checks the whole state when it is asked, and a part of its large leaves every hundred steps or so.
 
     The second check is only started between two steps, and its result is read when it is there. If it finds
-    anything, all processes check the whole state at the same step (`Control.certify`).
+    anything, all processes are asked for a checkpoint, which checks the whole state at the same step.
     """
 
     start: PreparedRun
     requests: Requests
+    has_found: bool = field(default=False, init=False)
+    """Whether a check between saves found lost values."""
     _glances: deque[tuple[Any, ...]] = field(default_factory=deque, init=False)
 
     def stepped(self) -> None:
@@ -35,7 +37,8 @@ class Certifier:
             self._glances.append(self.start.values.glance(now.engine, now.state, slots))
         while self._glances and all(flag.is_ready() for flag in self._glances[0]):
             if any(jax.device_get(self._glances.popleft())):
-                self.requests.post(Control(certify=True))
+                self.has_found = True
+                self.requests.post(Control(save=True))
 
     def lost(self, *, rows: bool = False) -> dict[str, int]:
         """Return how many values of the state and of rows that were written are lost, by leaf; {} if none.

@@ -49,7 +49,8 @@ class Saver:
         """
         start_s, decisions = self.clock.now(), self.start.run.decisions
         with self.ledger.bucket("checkpoint_save"), jax.transfer_guard("allow"), self.lock:
-            error, is_of_tables, meta = self.certify(), False, self._certified()
+            error = self.certify(rows=self.certifier.has_found)
+            is_of_tables, meta = False, self._certified()
             if error is None:
                 meta, error = self.with_tables(meta)
                 is_of_tables = error is not None  # its own message names the remedy
