@@ -77,7 +77,7 @@ OF_OPTAX = (
     _alone("optimistic sgd", lambda: optax.optimistic_gradient_descent(0.05)),
     _alone("optimistic adam", lambda: optax.optimistic_adam_v2(0.01), decays=(0.999,)),
     _alone("polyak_sgd", lambda: optax.polyak_sgd(0.5), extra=("value",)),
-    _alone("radam", lambda: optax.radam(0.01)),
+    _alone("radam", lambda: optax.radam(0.01), decays=(0.999,)),
     _alone("rmsprop", lambda: optax.rmsprop(0.01, centered=True, momentum=0.9)),
     _alone("rprop", lambda: optax.rprop(0.01)),
     _alone("sign_sgd", lambda: optax.sign_sgd(0.002)),
