@@ -212,7 +212,7 @@ class Plain:
         self, kept: Any, opt_state: Any, grads: Any, value: Any, at: Any
     ) -> tuple[Any, Any]:
         """Return the parameters and the state after an update; `at` is None, or what was recorded."""
-        done, progress, factors = at or (None, None, None)
+        done, progress, factors = (0.0, 0.0, None) if at is None else at
         if at is None:
             tx = self.row.tx(lambda schedule: schedule)
         else:

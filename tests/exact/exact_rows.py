@@ -188,7 +188,9 @@ WRAPPED = (
         name="conditionally_transform",
         tx=lambda at: optax.chain(
             optax.sgd(at(WAVE)),
-            optax.conditionally_transform(optax.scale(0.5), lambda step: jnp.asarray(step) >= 4),
+            optax.conditionally_transform(
+                optax.scale(0.5), lambda step, **_: jnp.asarray(step) >= 4
+            ),
         ),
     ),
     Row(
