@@ -193,7 +193,7 @@ def _without_sown(
     sown: tuple[str, ...],
     inputs: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    rngs: Mapping[str, Array],
+    rngs: dict[str, Array],
 ) -> dict[str, Any]:
     """Return the variables without collections that the module sows to: they grow with every call."""
     names = [name for name in variables if name not in ("params", *sown)]

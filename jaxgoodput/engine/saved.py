@@ -125,8 +125,18 @@ def require_names(tree: PyTree, what: str) -> None:
 
 
 def plain(state: PyTree) -> dict[str, PyTree]:
-    """Return a state as it is written: plain arrays by name, PRNG keys as their data."""
-    return named({keys_of(path): _data(x) for path, x in _by_path(state).items()})
+    """Return a state as it is written: plain arrays by name, PRNG keys as their data.
+
+    Orbax writes no arrays of size zero, so that each of them is written as zeros of the next larger size.
+    """
+    return named({keys_of(path): _with_size(_data(x)) for path, x in _by_path(state).items()})
+
+
+def _with_size(x: Any) -> Any:
+    if x.size:
+        return x
+    zeros = np.zeros([max(n, 1) for n in x.shape], x.dtype)
+    return jax.device_put(zeros, x.sharding) if isinstance(x, Array) else zeros
 
 
 # -- reading -----------------------------------------------------------------------------------------
@@ -140,6 +150,8 @@ def read(
     `keys` has the place on disk of every leaf that was saved. Floating leaves come in the wanted type. Waits
     for no other process. A damaged folder raises an error of Orbax.
     """
+    empty = {path: x for path, x in wanted.items() if not x.size and path in keys}
+    wanted = {path: x for path, x in wanted.items() if path not in empty}
     item = named({place: wanted.get(path, ocp.PLACEHOLDER) for path, place in keys.items()})
     here = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
@@ -152,7 +164,11 @@ def read(
     with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
         found = jax.tree.leaves(reader.restore(folder, args=args))
     order = jax.tree.leaves(named({place: path for path, place in keys.items()}))
-    return {path: x for path, x in zip(order, found, strict=True) if path in wanted}
+    arrays = {path: x for path, x in zip(order, found, strict=True) if path in wanted}
+    for path, x in empty.items():
+        zeros = np.zeros(x.shape, x.dtype)
+        arrays[path] = zeros if x.sharding is None else jax.device_put(zeros, x.sharding)
+    return arrays
 
 
 def read_like(folder: pathlib.Path, keys: Mapping[str, Keys], abstract: PyTree) -> PyTree:

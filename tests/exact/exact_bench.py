@@ -212,10 +212,10 @@ class Plain:
         self, kept: Any, opt_state: Any, grads: Any, value: Any, at: Any
     ) -> tuple[Any, Any]:
         """Return the parameters and the state after an update; `at` is None, or what was recorded."""
+        done, progress, factors = (0.0, 0.0, None) if at is None else at
         if at is None:
             tx = self.row.tx(lambda schedule: schedule)
         else:
-            done, progress, factors = at
             tx = self.row.tx(lambda schedule: lambda count: schedule(jnp.floor(done)))
         extra = {"value": value} if "value" in self.row.extra else {}
         tx = optax.with_extra_args_support(tx)

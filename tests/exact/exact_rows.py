@@ -1,11 +1,13 @@
 """The rows of the exactness bench: what users write, one row per optimizer, wrapper, freeze and model."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import exact_models as models
 import jax
+import jax.numpy as jnp
 import optax
 from exact_models import Model
 from optax import contrib
@@ -75,7 +77,7 @@ OF_OPTAX = (
     _alone("optimistic sgd", lambda: optax.optimistic_gradient_descent(0.05)),
     _alone("optimistic adam", lambda: optax.optimistic_adam_v2(0.01), decays=(0.999,)),
     _alone("polyak_sgd", lambda: optax.polyak_sgd(0.5), extra=("value",)),
-    _alone("radam", lambda: optax.radam(0.01, threshold=1.0)),
+    _alone("radam", lambda: optax.radam(0.01), decays=(0.999,)),
     _alone("rmsprop", lambda: optax.rmsprop(0.01, centered=True, momentum=0.9)),
     _alone("rprop", lambda: optax.rprop(0.01)),
     _alone("sign_sgd", lambda: optax.sign_sgd(0.002)),
@@ -153,7 +155,9 @@ WRAPPED = (
         tx=lambda at: optax.MultiSteps(
             optax.sgd(at(WAVE)),
             1,
-            should_skip_update_fn=lambda u, *_: optax.skip_large_updates(u, *_, 100.0),
+            should_skip_update_fn=functools.partial(
+                optax.skip_large_updates, max_squared_norm=100.0
+            ),
         ).gradient_transformation(),
     ),
     _alone("lookahead", lambda: optax.lookahead(optax.sgd(0.1), 5, 0.5)),
@@ -184,7 +188,9 @@ WRAPPED = (
         name="conditionally_transform",
         tx=lambda at: optax.chain(
             optax.sgd(at(WAVE)),
-            optax.conditionally_transform(optax.scale(0.5), lambda step: step >= 4),
+            optax.conditionally_transform(
+                optax.scale(0.5), lambda step, **_: jnp.asarray(step) >= 4
+            ),
         ),
     ),
     Row(
@@ -230,7 +236,7 @@ FROZEN = (
     ),
     Row(
         name="frozen by optax.freeze",
-        tx=lambda at: optax.chain(optax.transforms.freeze(is_up), optax.sgd(at(WAVE))),
+        tx=lambda at: optax.chain(optax.transforms.freeze(UP_ONLY), optax.sgd(at(WAVE))),
     ),
     Row(
         name="frozen by selective_transform",
