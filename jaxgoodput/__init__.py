@@ -23,7 +23,7 @@ Training:
   Preempted             The run was asked to stop, and its state is saved. Exit code 143 asks for a restart
   NotSaved              The run is over and its last step could not be saved
   PeerLost              Another process of this job has died or no longer answers
-  Diverged              Values are no longer finite, or too many updates in a row were refused
+  Diverged              Training cannot go on: values are lost, or too many updates in a row were refused
   initialize            Join the job that `environ` describes (default: this process's environment)
 Watching:
   Hook                  Base class of hooks: override the methods you need; the others do nothing

@@ -69,9 +69,7 @@ class LossChecks:
             batch = self._placed(rows, places)
             after = self._state_after(state.params, state.model_state, batch, state.key)
             pairs = zip(_named(after), _named(state.model_state), strict=True)
-            return {
-                name: np.asarray(_number(new) - _number(old)) for (name, new), (_, old) in pairs
-            }
+            return {name: _moved(_number(new), _number(old)) for (name, new), (_, old) in pairs}
 
         both, first, second = change(0, 1, 2, 3), change(0, 1), change(2, 3)
         added, differing = [], []
@@ -212,6 +210,12 @@ def _squares(tree: PyTree) -> Array:
 
 def _named(tree: PyTree) -> list[tuple[str, Array]]:
     return [(path_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _moved(new: np.ndarray, old: np.ndarray) -> np.ndarray:
+    # A minimum that no sample has lowered stays infinite, and infinity less itself is no number.
+    with np.errstate(invalid="ignore"):
+        return np.where(np.equal(new, old), 0, np.subtract(new, old))
 
 
 def _number(x: Array) -> np.ndarray:

@@ -71,7 +71,7 @@ class PeerLost(RuntimeError):
 
 
 class Diverged(RuntimeError):
-    """Training cannot go on: the state holds lost values, or too many updates in a row were refused.
+    """Training cannot go on: values are lost, or too many updates in a row were refused.
 
     Lost values were finite when the run began and are not any more. `safe_step` is the step of the last
     certified checkpoint; None if there is none.

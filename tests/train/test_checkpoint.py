@@ -650,7 +650,15 @@ saved_metas = objects(
     step=counts,
     samples=counts,
     cursor=objects(seed=counts, epoch=counts, offset=counts),
-    stream=st.none() | objects(place=counts, state=st.text(), is_bytes=st.booleans()),
+    stream=st.none()
+    | objects(
+        place=counts,
+        state=st.text(),
+        is_bytes=st.booleans(),
+        is_pickle=st.booleans(),
+        first=st.none() | st.text(),
+        replays=st.booleans(),
+    ),
     batch=batches,
     timings=st.dictionaries(st.sampled_from(["", "data8", "fsdp8"]), tables, max_size=2),
     statistics_every=st.integers(1, 64),
@@ -662,7 +670,13 @@ saved_metas = objects(
     ),
     progress=seconds,
     metrics=st.dictionaries(st.text(), seconds, max_size=2),
-    data=st.none() | objects(num_samples=counts, content=st.none() | st.text()),
+    data=st.none()
+    | objects(
+        num_samples=counts,
+        content=st.none() | st.text(),
+        whole=st.none() | st.text(),
+        shuffle=st.none() | st.booleans(),
+    ),
     base_batch_size=st.none() | counts,
     tables=st.dictionaries(st.text(), counts, max_size=2),
     lost=st.none() | st.dictionaries(st.text(), counts, max_size=2),
