@@ -120,7 +120,7 @@ def test_the_pods_of_a_jobset_run_commands_that_there_are():
     assert agent.rdzv_endpoint == f"{endpoint}:29400"
     assert (run.called, agent.called) == ("run", "agent") and trained == other
     most = manifest["spec"]["replicatedJobs"][1]["template"]["spec"]["parallelism"]
-    assert run.nnodes == f"1:{most}" and run.local_hosts == 0
+    assert run.nnodes == (1, most) and run.local_hosts == 0
 
 
 NIGHTLY = (pytest.mark.slow, pytest.mark.nightly)

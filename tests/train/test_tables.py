@@ -84,18 +84,18 @@ def test_noise_of_rows_that_are_read_often_is_apart(tmp_path):
     own = {"in": rng.normal(size=(5, 2)), "out": rng.normal(size=3)}
     tree = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), WithRows(own=own, rows=rows))
     often = {name: jnp.asarray(rng.random(6) < 0.5) for name in rows}
-    scale = jax.tree.map(lambda x: 1 + x**2, tree)
-    scale.rows["user"] = scale.rows["user"].at[1].set(jnp.inf)  # not known yet
+    scale = jax.tree.map(lambda x: 1 / (1 + x**2), tree)
+    scale.rows["user"] = scale.rows["user"].at[1].set(0.0)  # not known yet
     known = dataclasses.replace(problem, is_often=often)
     found = known.apart(lambda pick: squared_norms(pick(tree, 0.0), pick(scale, 1.0)))
     parts = {
         name: {
-            "often": (x**2 / scale.rows[name])[np.asarray(often[name])],
-            "seldom": (x**2 / scale.rows[name])[~np.asarray(often[name])],
+            "often": (x**2 * scale.rows[name])[np.asarray(often[name])],
+            "seldom": (x**2 * scale.rows[name])[~np.asarray(often[name])],
         }
         for name, x in tree.rows.items()
     }
-    expected = WithRows(own=jax.tree.map(lambda x, s: x**2 / s, tree.own, scale.own), rows=parts)
+    expected = WithRows(own=jax.tree.map(lambda x, s: x**2 * s, tree.own, scale.own), rows=parts)
     wanted = [float(x.sum()) for x in jax.tree.leaves(expected)]
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     names, _ = leaf_groups(as_seen(tree))
