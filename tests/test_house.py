@@ -25,7 +25,9 @@ def test_the_package_stays_within_its_limits(house: ModuleType) -> None:
     assert not exceeded
 
 
-def test_what_exceeds_a_limit_is_named(house: ModuleType, tmp_path: pathlib.Path) -> None:
+def test_what_exceeds_a_limit_is_named(
+    house: ModuleType, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "jaxgoodput"
     package.mkdir()
     body = "\n".join(f"    x{i} = {i}" for i in range(90))
@@ -37,7 +39,7 @@ def test_what_exceeds_a_limit_is_named(house: ModuleType, tmp_path: pathlib.Path
         "def asks(world):\n    return world is None\n"
     )
     (package / "again.py").write_text('"""If it is."""\nclass Given:\n    pass\n')
-    house.ROOT = package
+    monkeypatch.setattr(house, "ROOT", package)
     named = house.exceeded(house.count(package))
     assert set(named) == {
         "where",

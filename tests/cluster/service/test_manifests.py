@@ -32,7 +32,9 @@ def test_yaml_of_what_is_hard_to_write(value):
     assert yaml.safe_load(to_yaml(value)) == value
 
 
-def test_its_pods_run_commands_that_there_are():
+def test_its_pods_run_commands_that_there_are(tmp_path):
+    for name in ("tls.crt", "tls.key"):  # a command line names files that can be read
+        (tmp_path / name).touch()
     made = jobset(wanted(volume="claim"))
     assert (made["kind"], made["apiVersion"]) == ("JobSet", "jobset.x-k8s.io/v1alpha2")
     found = []
@@ -41,7 +43,9 @@ def test_its_pods_run_commands_that_there_are():
         assert (spec["parallelism"], spec["completions"]) == (1, 1)
         pod = spec["template"]["spec"]
         (container,) = pod["containers"]
-        program, *arguments = container["command"]
+        program, *arguments = (
+            word.replace("/tls/", f"{tmp_path}/") for word in container["command"]
+        )
         assert program == "jaxgoodput"
         found.append((job, container, cli.command_parser().parse_args(arguments)))
         mounted = {mount["name"] for mount in container["volumeMounts"]}
