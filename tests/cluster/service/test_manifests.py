@@ -33,8 +33,16 @@ def test_yaml_of_what_is_hard_to_write(value):
 
 
 def test_its_pods_run_commands_that_there_are(tmp_path):
-    for name in ("tls.crt", "tls.key"):  # a command line names files that can be read
-        (tmp_path / name).touch()
+    def readable(word):
+        """The argument as the pod gets it, as a file that there is if it names one that the pod mounts."""
+        word = word.replace("$(INDEX)", "0").replace("$(POD_IP)", "10.0.0.1")
+        if not word.startswith(("/tls/", "/tokens/", "/token/")):
+            return word
+        path = tmp_path / word[1:]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        return str(path)
+
     made = jobset(wanted(volume="claim"))
     assert (made["kind"], made["apiVersion"]) == ("JobSet", "jobset.x-k8s.io/v1alpha2")
     found = []
@@ -43,9 +51,7 @@ def test_its_pods_run_commands_that_there_are(tmp_path):
         assert (spec["parallelism"], spec["completions"]) == (1, 1)
         pod = spec["template"]["spec"]
         (container,) = pod["containers"]
-        program, *arguments = (
-            word.replace("/tls/", f"{tmp_path}/") for word in container["command"]
-        )
+        program, *arguments = map(readable, container["command"])
         assert program == "jaxgoodput"
         found.append((job, container, cli.command_parser().parse_args(arguments)))
         mounted = {mount["name"] for mount in container["volumeMounts"]}
