@@ -424,22 +424,9 @@ class Engine:
         return self.compiled(self.programs.init, tuple(given))(key, *given.values())
 
     @cached_property
-    def _loss_checks(self) -> LossChecks:
+    def loss_checks(self) -> LossChecks:
+        """Trials of the loss on a few samples, before training relies on it."""
         return LossChecks(self.programs.problem, self.layout)
-
-    def couples_samples(self, state: TrainState, rows: PyTree) -> bool:
-        """Return whether the loss of a sample depends on its neighbours. See `LossChecks`."""
-        return self._loss_checks.couples_samples(state, rows)
-
-    def added_state(
-        self, state: TrainState, rows: PyTree
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the leaves of the model state that add over samples, and others. See `LossChecks`."""
-        return self._loss_checks.added_state(state, rows)
-
-    def grows_with_batch(self, state: TrainState, rows: PyTree) -> bool:
-        """Return whether the loss is a sum over the batch. See `LossChecks`."""
-        return self._loss_checks.grows_with_batch(state, rows)
 
     def with_average(self, state: TrainState) -> TrainState:
         """Return a state without an average of its parameters with one that starts at them."""

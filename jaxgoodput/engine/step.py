@@ -357,9 +357,7 @@ def local_sums(
     kept, rest = split(params, problem.mask(params))
     batch = _without_padding(batch, mask, blocks)
     asked = {"mask": mask} if problem.takes_mask else {}
-    # Weights are in the type of the gradients' sums: float64 beside float64, for strict promotion.
-    doubles = any(x.dtype in (jnp.float64, jnp.complex128) for x in jax.tree.leaves(kept))
-    mask = mask.astype(jnp.float64) if doubles else mask
+    mask = _typed_beside(kept, mask)
     if part is not None:
         mask = mask * part.astype(mask.dtype)
 
@@ -385,8 +383,7 @@ def local_sums(
     else:
         (total, others), grads = differentiated(objective)(kept, {})
         by_sample = jax.tree.map(jnp.zeros_like, factors)
-    weight, aux, new_state = others
-    weight = jax.lax.stop_gradient(weight)
+    weight, aux, new_state = jax.lax.stop_gradient(others[0]), *others[1:]
     grads = jax.tree.map(lambda g: wide(g) if jnp.issubdtype(g.dtype, jnp.floating) else g, grads)
     if not alone:
         # The gradient of a micro-batch of padding alone may be anything. `alone` spares this choice, because
@@ -394,9 +391,8 @@ def local_sums(
         grads = jax.tree.map(lambda g: jnp.where(weight > 0, g, 0), grads)
     total = jnp.where(weight > 0, total, 0.0)
     if problem.from_norm_layers:
-        groups, norms, by_sample = _moments_by_sample(
-            by_sample, weight, mask, like=problem.moving(grads)
-        )
+        like = problem.moving(grads)
+        groups, norms, by_sample = _moments_by_sample(by_sample, weight, mask, like=like)
     else:
         groups = (weight > 0).astype(mask.dtype)
         scale = scale if _is_none(scale) else problem.moving(scale)
@@ -415,6 +411,12 @@ def local_sums(
         added=_changes(problem, model_state, new_state, samples),
         model_state=_advance(model_state, new_state, samples),
     )
+
+
+def _typed_beside(params: PyTree, mask: Array) -> Array:
+    # Weights are in the type of the gradients' sums: float64 beside float64, for strict promotion.
+    doubles = any(x.dtype in (jnp.float64, jnp.complex128) for x in jax.tree.leaves(params))
+    return mask.astype(jnp.float64) if doubles else mask
 
 
 def _moments(grads: PyTree, scale: PyTree, weight: Array, *, measure: bool) -> Array:

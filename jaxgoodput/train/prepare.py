@@ -71,6 +71,11 @@ from jaxgoodput.train.task import Task
 from jaxgoodput.tune.plan import BatchPlan
 from jaxgoodput.tune.remembered import Memory
 
+UNREAD_INITIAL = (
+    "initial= was not read: it is for a new workdir, and the run resumes from its checkpoint of "
+    "step %d."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
@@ -164,11 +169,7 @@ def prepare(
         data = kept_order(restored.meta, data, inputs.config)
         beginning = _resume(setup, restorer, restored, ledger)
         if initial is not None and kept is None:
-            logging.warning(
-                "initial= was not read: it is for a new workdir, and the run resumes from its checkpoint of "
-                "step %d.",
-                beginning.step,
-            )
+            logging.warning(UNREAD_INITIAL, beginning.step)
     require_even_rest(setup, beginning.plan, beginning.remaining)
     if restored is None:
         with trying():

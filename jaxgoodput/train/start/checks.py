@@ -95,7 +95,9 @@ def try_loss(setup: RunSetup, engine: Engine, state: TrainState, plan: BatchPlan
     if not (splits or separate or is_number) or not _can_try(setup, engine):
         return
     rows = _first_rows(setup)
-    if is_number and engine.grows_with_batch(state, jax.tree.map(lambda x: x[:2], rows)):
+    if is_number and engine.loss_checks.grows_with_batch(
+        state, jax.tree.map(lambda x: x[:2], rows)
+    ):
         raise ValueError(
             "loss() returned a scalar that grows with the batch: a sum? A scalar is taken for the mean of "
             "the batch, so that a larger batch would take larger steps. Return one loss per sample, "
@@ -104,7 +106,7 @@ def try_loss(setup: RunSetup, engine: Engine, state: TrainState, plan: BatchPlan
     # No more rows than a step has, as this needs the memory of a gradient, too.
     half = 2 if plan.start.micro_batch_size >= NUM_TRIED else 1
     choices = unlike_halves(rows, half) if splits or separate else []
-    if any(engine.couples_samples(state, four) for four in choices):
+    if any(engine.loss_checks.couples_samples(state, four) for four in choices):
         parts = ["micro-batches"] * splits + ["replicas"] * separate
         logging.warning(
             "the loss of a sample depends on the samples beside it (batch statistics, in-batch negatives, "
@@ -124,7 +126,9 @@ def try_state(setup: RunSetup, engine: Engine, state: TrainState, *, resumed: bo
     )  # its first samples are gone
     if is_read or not _can_try(setup, engine):
         return
-    tried = [engine.added_state(state, four) for four in unlike_halves(_first_rows(setup), 2)]
+    tried = [
+        engine.loss_checks.added_state(state, four) for four in unlike_halves(_first_rows(setup), 2)
+    ]
     added, differing = (tuple(sorted(set().union(*names))) for names in zip(*tried, strict=True))
     replicas = engine.num_replicas
     remedy = (

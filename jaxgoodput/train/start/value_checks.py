@@ -8,7 +8,7 @@ whole state is checked when it is saved, and parts of the large leaves once in `
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -170,20 +170,20 @@ def slot_program(programs: Programs) -> Program:
     It goes from the state's step count, which chooses the part, and the slots to one bool.
     """
 
-    assert isinstance(programs, RowPrograms)
+    of_rows = cast(RowPrograms, programs)
 
     def run(step: Array, slots: dict[str, Array]) -> Array:
         found = jnp.zeros((), bool)
         for name, words in slots.items():
             num_parts = min(-(-words.size * 4 // SLOT_PART_BYTES), MOST_SLOT_PARTS)
             turn = step // GLANCE_EVERY % num_parts
-            rows = programs.tables[name].layout.unpack(_part(words, 0, turn, num_parts))
+            rows = of_rows.tables[name].layout.unpack(_part(words, 0, turn, num_parts))
             for x in rows.values():
                 if jnp.issubdtype(x.dtype, jnp.inexact):
                     found |= any_lost(x)
         return found
 
-    arguments = (programs.abstract_state().step, programs.abstract_slots())
+    arguments = (programs.abstract_state().step, of_rows.abstract_slots())
     return Program(run, (), arguments, programs.layout.replicated)
 
 
