@@ -223,8 +223,8 @@ def _any_of_in_words(*kinds: Any) -> str:
 
 
 def _one_of(value: Any, *choices: Any) -> Any:
-    same = (type(value) is type(choice) and value == choice for choice in choices)
-    return value if any(same) else _NO
+    plain = str.__str__(value) if isinstance(value, str) else value  # enums and NumPy's strings
+    return next((x for x in choices if type(plain) is type(x) and plain == x), _NO)
 
 
 def _one_of_in_words(*choices: Any) -> str:
@@ -233,6 +233,8 @@ def _one_of_in_words(*choices: Any) -> str:
 
 def _tuple(value: Any, *kinds: Any) -> Any:
     """Return a list or tuple as a tuple, if its items fit."""
+    if isinstance(value, range) or (getattr(value, "ndim", 0) == 1 and len(value)):
+        value = list(value)
     if not isinstance(value, list | tuple):
         return _NO
     wanted = [kinds[0]] * len(value) if kinds[-1] is Ellipsis else kinds

@@ -65,19 +65,25 @@ class LossChecks:
         Neither holds leaves that `Problem.summed` names. `rows` are four samples, one half unlike the other.
         """
 
-        def change(*places: int) -> dict[str, np.ndarray]:
-            batch = self._placed(rows, places)
-            after = self._state_after(state.params, state.model_state, batch, state.key)
-            pairs = zip(_named(after), _named(state.model_state), strict=True)
-            return {name: _moved(_number(new), _number(old)) for (name, new), (_, old) in pairs}
+        def changes(model_state: PyTree) -> tuple[dict[str, np.ndarray], ...]:
+            def change(*places: int) -> dict[str, np.ndarray]:
+                batch = self._placed(rows, places)
+                after = self._state_after(state.params, model_state, batch, state.key)
+                pairs = zip(_named(after), _named(model_state), strict=True)
+                return {name: _moved(_number(x), _number(old)) for (name, x), (_, old) in pairs}
 
-        both, first, second = change(0, 1, 2, 3), change(0, 1), change(2, 3)
+            return change(0, 1, 2, 3), change(0, 1), change(2, 3)
+
+        both, first, second = changes(state.model_state)
+        # An average of sums looks like a sum as long as it is 0.
+        whole = self._placed(rows, (0, 1, 2, 3))
+        later = changes(self._state_after(state.params, state.model_state, whole, state.key))
         added, differing = [], []
         for path, leaf in jax.tree_util.tree_leaves_with_path(state.model_state):
             name = path_name(path)
             if is_summed(self.problem, path) or not np.isfinite(both[name]).all():
                 continue
-            if _adds(both[name], first[name], second[name]):
+            if _adds(both[name], first[name], second[name]) and _adds(*(x[name] for x in later)):
                 added.append(name)
             elif (
                 not jnp.issubdtype(leaf.dtype, jnp.floating) and (first[name] != second[name]).any()

@@ -101,6 +101,8 @@ def _results(one: Any, inputs: list[Value]) -> list[Value]:
     name = one.primitive.name
     if name == "is_finite":
         return [np.asarray(True)]
+    if name in ("eq", "ne") and one.invars[0] is one.invars[1]:  # whether it is a number
+        return [np.asarray(name == "eq")]
     if name == "cond":
         chosen = _chosen(inputs[0], one.params["branches"])
         return _common([_outputs(branch, inputs[1:]) for branch in chosen])
@@ -127,7 +129,7 @@ def _result(one: Any, name: str, inputs: list[Value]) -> Value:
         return None
     if name in _SHAPE_ONLY:
         return values[0]
-    if name == "concatenate":
+    if name in ("concatenate", "stack"):
         return _common([[x] for x in values])[0]
     return _folded(one, name, values)
 

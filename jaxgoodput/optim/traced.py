@@ -24,8 +24,8 @@ SCHEDULES = ("ScaleByScheduleState", "WrappedScheduleState", "WeightDecaySchedul
 BY_UPDATES = {
     "MultiStepsState": "optax.MultiSteps, which changes parameters only in every k-th update",
     "ApplyEvery": "optax.apply_every, which changes parameters only in every k-th update",
-    "ConditionallyTransformState": "optax.conditionally_transform, whose condition counts updates",
-    "ConditionallyMaskState": "optax.conditionally_mask, whose condition counts updates",
+    "ConditionallyTransformState": "optax.conditionally_transform, whose condition may count updates",
+    "ConditionallyMaskState": "optax.conditionally_mask, whose condition may count updates",
     "SAMState": "optax.contrib.sam, which moves parameters back and forth in turns",
 }
 """Wrappers that mean a number of updates, by the type of their state."""

@@ -128,7 +128,9 @@ class _Probed:
         decays = moment_memories(state, params, moments)
         if any(x is not None for x in decays):
             is_lagging = lags(tx, params)
-            decays = [x if lag else None for x, lag in zip(decays, is_lagging, strict=True)]
+            # A leaf that shows nothing (a single element less its mean) is no evidence against it.
+            pairs = zip(decays, is_lagging, np.isnan(grows), strict=True)
+            decays = [x if lag or hidden else None for x, lag, hidden in pairs]
         # An unseen leaf is taken for what most parameters are.
         sizes = np.array([x.size for x in jax.tree.leaves(params)], float)
         seen = moves & ~np.isnan(grows)
@@ -165,13 +167,17 @@ def _held_where_all_move(
 
     If there is no such count, it is the first that is tried, because most schedules begin there.
     """
-    found = None
+    found, before = None, None
     for count in _COUNTS if clocks.steady else _COUNTS[:1]:
         tx = at_count(traced.tx, clocks, count)
         grows = normalises(tx, traced.params)
         found = found or (tx, grows)
-        if not np.isnan(grows[moves]).any():
+        hidden = np.isnan(grows) & moves
+        if not hidden.any():
             return tx, grows
+        if before is not None and (hidden == before).all():  # no schedule is what hides them
+            break
+        before = hidden
     assert found is not None
     return found
 

@@ -481,7 +481,7 @@ class Checkpoints:
 
     def _kept(self, numbers: Sequence[int]) -> set[int]:
         """Return which of the folders named by these numbers are kept."""
-        stay = kept(self._noted(numbers), self._saving)
+        stay = kept(self._noted(numbers), self._saving) | {self._writing}
         return {number for number in numbers if self._steps[number] in stay}
 
     def _noted(self, numbers: Sequence[int]) -> dict[int, Note]:

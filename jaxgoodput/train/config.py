@@ -417,7 +417,7 @@ def _read(text: str, kind: Any, where: str) -> Any:
     try:
         value = parse(text)
     except ValueError:
-        value = text
+        value = {"True": True, "False": False, "None": None}.get(text, text)  # Python's words
     errors = []
     for candidate in (value, text):  # a name may look like a number
         try:

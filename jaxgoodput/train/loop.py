@@ -167,6 +167,9 @@ class Loop:
             else:
                 unsaved = self._saver.commit_last()
             failure = self._tell_hooks(unsaved)
+        except Diverged as error:  # while it saved, perhaps because of an error, which is the cause
+            ending.reason = _named(error)
+            raise error from (ending.error or error.__cause__)
         except Exception as error:
             if not isinstance(error, Regroup):
                 ending.reason = _named(error)
@@ -242,7 +245,10 @@ class Loop:
         """Raise what ended the run, unless the others have left first because of a stop."""
         ending, run = self._ending, self.kind
         if not is_saved and not run.decisions.is_together:
-            self._saver.save(wait=True)  # a hook failed after the last step
+            try:
+                self._saver.save(wait=True)  # a hook failed after the last step
+            except Diverged as diverged:
+                raise diverged from error
         if not run.decisions.blames_a_peer(error):
             raise error
         ending.stopped_by = ending.stopped_by or self.requests.signal
@@ -567,7 +573,8 @@ def _require_finite(result: StepResult) -> None:
     JAX itself looks at the results of an executable's first call only.
     """
     switch = looks_for()
-    if switch and not result.metrics.is_finite:
+    # A batch without weight is passed over as without the switch.
+    if switch and not result.metrics.is_finite and not result.metrics.weight <= 0:
         raise FloatingPointError(
             f"{switch} is set, and step {result.ticket.step} was not applied: {_fault(result)}. Its "
             f"batch: {_samples_of(result)}. Call your functions on these samples outside of fit, under "

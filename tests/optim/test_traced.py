@@ -186,6 +186,18 @@ def test_a_count_beside_averages_is_for_them():
     assert clocks_of(traced_update(tx, PARAMS)).steady == {"[1][1].count"}
 
 
+def unless_nan(tx):
+    """What people write by hand: an update that holds a NaN is left out."""
+
+    def update(grads, state, params=None):
+        updates, changed = tx.update(grads, state, params)
+        bad = jnp.any(jnp.stack([jnp.isnan(g).any() for g in jax.tree.leaves(grads)]))
+        kept = jax.tree.map(lambda new, old: jnp.where(bad, old, new), changed, state)
+        return jax.tree.map(lambda u: jnp.where(bad, 0, u), updates), kept
+
+    return optax.GradientTransformation(tx.init, update)
+
+
 STEADY = {
     "scale_by_schedule": (optax.sgd(SCHEDULE), 1),
     "inside of adam": (optax.adamw(SCHEDULE), 1),
@@ -194,6 +206,7 @@ STEADY = {
     "groups": (grouped(optax.adam(SCHEDULE), optax.sgd(SCHEDULE), tree([True, False, True])), 2),
     "masked": (optax.masked(optax.sgd(SCHEDULE), tree([True, False, True])), 1),
     "if finite": (optax.apply_if_finite(optax.sgd(SCHEDULE), 3), 1),
+    "if a number": (unless_nan(optax.sgd(SCHEDULE)), 1),
     "flat": (optax.flatten(optax.sgd(SCHEDULE)), 1),
     "muon": (optax.contrib.muon(SCHEDULE), 2),
     "schedule-free": (optax.contrib.schedule_free(optax.sgd(SCHEDULE), 0.1), 1),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import enum
 import json
 import math
 import operator
@@ -204,6 +205,8 @@ def test_every_default_works():
         ("policy=fixed", "fixed"),
         ('policy="fixed"', "fixed"),
         ("tuning.accumulate=false", False),
+        ("tuning.accumulate=False", False),  # as Python writes it
+        ("execution.memory_bytes=None", None),
         ("execution.memory_bytes=null", None),
         ("execution.memory_bytes=1000000", 1000000),
         ("compute_dtype=bfloat16", "bfloat16"),
@@ -221,6 +224,15 @@ def test_an_override_changes_one_field(override, value):
     assert field(changed) == value and type(field(changed)) is type(value)
     written, usual = flat(changed), flat(config())
     assert {k for k in usual if written[k] != usual[k]} <= {k for k in usual if k.startswith(name)}
+
+
+def test_values_that_are_as_good_as_python_s_own_are_taken():
+    class Policy(enum.StrEnum):
+        FIXED = "fixed"
+
+    assert type(dataclasses.replace(config(), policy=Policy.FIXED).policy) is str
+    limits = BatchLimits(base=8, max=64, sizes=range(8, 12), micro=np.array([8, 16]))
+    assert (limits.sizes, limits.micro) == ((8, 9, 10, 11), (8, 16))
 
 
 def flat(settings):

@@ -68,6 +68,19 @@ def test_counts_that_are_not_declared_are_refused_with_several_replicas(tmp_path
     assert float(alone.model_state["seen"]["samples"]) == 32
 
 
+def test_an_average_of_sums_is_not_taken_for_a_sum(tmp_path):
+    class Averaged(Mean):
+        def init(self, key) -> Any:
+            return Variables(params=super().init(key), model_state={"size": jnp.zeros(())})
+
+        def loss_and_state(self, params, model_state, batch, key):
+            size = 0.9 * model_state["size"] + 0.1 * jnp.sum(batch["x"] > 0)
+            return self.loss(params, batch, key), {"size": size}
+
+    settings = config(tmp_path, base_steps=2.0)
+    Averaged(settings, devices=jax.devices()[:2]).fit()
+
+
 def test_an_integer_that_depends_on_the_samples_is_refused_with_several_replicas(tmp_path):
     class Largest(Mean):
         def init(self, key) -> Any:

@@ -273,12 +273,12 @@ def _submission(options, command: list[str]) -> wire.Submission:
     """Return the job that the options describe. Raises ValueError."""
     script = next((word for word in command if word.endswith(".py")), command[0])
     each = options.devices_per_process
-    if (options.min or each) > (options.max or 64):
+    most = options.max or max(64 // each * each, each)
+    if (options.min or each) > most:
         raise ValueError(
-            f"--min {options.min or each} is above --max {options.max or 64}. Raise --max, or lower --min or "
+            f"--min {options.min or each} is above --max {most}. Raise --max, or lower --min or "
             "--devices-per-process."
         )
-    most = options.max or max(64 // each * each, each)
     return wire.Submission(
         spec=JobSpec(
             id=options.name or f"{pathlib.Path(script).stem[:40]}-{secrets.token_hex(2)}",

@@ -5,6 +5,8 @@ more, the state is written elsewhere, and the run ends as `Diverged`.
 """
 
 import dataclasses
+import pathlib
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -110,7 +112,18 @@ class Saver:
         """Write a state with lost values beside the checkpoints; returns a sentence on where it is."""
         decisions, workdir = self.start.run.decisions, self.config.workdir
         meta = dataclasses.replace(self._snapshot()[1], lost=lost or {ELSEWHERE: 1})
-        aside = Checkpoints(workdir, keep=1, spans=self.start.where.spans, folder=SPOILT)
+        if self.start.is_chief:  # an earlier run may have left a state of this step
+            shutil.rmtree(pathlib.Path(workdir) / SPOILT / str(meta.step), ignore_errors=True)
+        self.certifier.agreed(True)  # it is gone before another process looks
+        aside, error = None, None
+        try:
+            aside = Checkpoints(workdir, keep=1, spans=self.start.where.spans, folder=SPOILT)
+        except OSError as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        if not self.certifier.agreed(error is None) or aside is None:
+            if aside is not None:
+                aside.close()
+            return f"The state could not be set aside ({error or ELSEWHERE})."
         error = aside.save(self.start.run.to_save(self.start.now), meta)
         error = aside.wait(alone=not decisions.is_together) or error
         aside.close()

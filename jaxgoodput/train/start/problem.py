@@ -191,7 +191,7 @@ def _require_progress(treatment: Treatment, config: Config) -> None:
     if treatment.by_updates:
         raise ValueError(
             f"optimizer() uses {'; and '.join(treatment.by_updates)}. A number of updates has no fixed "
-            "meaning if the batch changes. To accumulate gradients, drop the wrapper and set "
+            "meaning if the batch changes. If the wrapper is there to accumulate gradients, drop it and set "
             "BatchLimits.micro, the samples that are computed at once: larger batches are accumulated from "
             'micro-batches. Or keep the batch, with Config.policy "fixed": the wrapper then works as in an '
             "optax loop."

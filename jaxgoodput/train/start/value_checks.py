@@ -37,6 +37,8 @@ class ValueChecks:
 
     origin: Origin
     _codes: dict[Layout, Mapping[str, Array]] = field(default_factory=dict, init=False)
+    # Places of the large leaves among the parameters, by path: finding them takes longer than a small step.
+    _large: dict[Layout, Mapping[str, int]] = field(default_factory=dict, init=False)
 
     def compile(self, engine: Engine) -> None:
         """Compile the programs of an engine."""
@@ -44,6 +46,10 @@ class ValueChecks:
         for program in self._glances(engine):
             engine.compile_program(program)
         self._codes_on(engine)
+        large = large_leaves(engine.programs)
+        named, _ = jax.tree_util.tree_flatten_with_path(engine.programs.abstract_state().params)
+        paths = [f".params{jax.tree_util.keystr(path)}" for path, _ in named]
+        self._large[engine.layout] = {path: i for i, path in enumerate(paths) if path in large}
 
     def lost(self, engine: Engine, state: TrainState) -> dict[str, int]:
         """Return how many values of a state are lost, by path; good leaves are left out. Waits for it.
@@ -66,8 +72,8 @@ class ValueChecks:
         programs, found = engine.programs, []
         run = engine.compiled.peek(glance_program, programs, self._began)
         if run is not None:
-            large = large_leaves(programs)
-            leaves = {path: x for path, x in floats(state).items() if path in large}
+            large, params = self._large[engine.layout], jax.tree.leaves(state.params)
+            leaves = {path: params[i] for path, i in large.items()}
             codes = {path: x for path, x in self._codes_on(engine).items() if path in large}
             found.append(run(state.step, leaves, codes))
         if slots and (run := engine.compiled.peek(slot_program, programs)) is not None:
