@@ -189,11 +189,11 @@ def test_a_count_beside_averages_is_for_them():
 def unless_nan(tx):
     """What people write by hand: an update that holds a NaN is left out."""
 
-    def update(grads, state, params=None):
-        updates, changed = tx.update(grads, state, params)
-        bad = jnp.any(jnp.stack([jnp.isnan(g).any() for g in jax.tree.leaves(grads)]))
+    def update(updates, state, params=None):
+        found, changed = tx.update(updates, state, params)
+        bad = jnp.any(jnp.stack([jnp.isnan(g).any() for g in jax.tree.leaves(updates)]))
         kept = jax.tree.map(lambda new, old: jnp.where(bad, old, new), changed, state)
-        return jax.tree.map(lambda u: jnp.where(bad, 0, u), updates), kept
+        return jax.tree.map(lambda u: jnp.where(bad, 0, u), found), kept
 
     return optax.GradientTransformation(tx.init, update)
 

@@ -230,8 +230,9 @@ def test_values_that_are_as_good_as_python_s_own_are_taken():
     class Policy(enum.StrEnum):
         FIXED = "fixed"
 
-    assert type(dataclasses.replace(config(), policy=Policy.FIXED).policy) is str
-    limits = BatchLimits(base=8, max=64, sizes=range(8, 12), micro=np.array([8, 16]))
+    policy: Any = Policy.FIXED
+    assert type(dataclasses.replace(config(), policy=policy).policy) is str
+    limits = of(BatchLimits, base=8, max=64, sizes=range(8, 12), micro=np.array([8, 16]))
     assert (limits.sizes, limits.micro) == ((8, 9, 10, 11), (8, 16))
 
 
