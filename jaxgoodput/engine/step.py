@@ -600,11 +600,8 @@ def update(
     """
     kept, rest = split(state.params, problem.mask(state.params))
     weight = jnp.maximum(total.weight, 1e-30)
-    # A batch without weight is reported as one, not as whatever its gradient is divided by nothing.
-    has_none = total.weight <= 0
-    loss = jnp.where(has_none, 0.0, total.loss / weight)
+    loss = total.loss / weight
     norm_sqr = jnp.sum(noise.squared_norms(total.grads) / weight**2)
-    norm_sqr = jnp.where(has_none, 0.0, norm_sqr)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm_sqr) & (total.weight > 0)
     sample = _noise_sample(problem, state, kept, total, weight) if measure else None
     # Times the reciprocal: XLA fuses a product into both of its uses, but writes a quotient to memory.
@@ -646,7 +643,11 @@ def update(
         ),
         ema=ema,
     )
-    return new_state, _metrics(new_state, total, loss, norm_sqr, finite)
+    # A batch without weight is reported as one, not as what its gradient is if divided by nothing. Only here:
+    # a choice among what the update reads would change its roundings.
+    has_none = total.weight <= 0
+    told = (jnp.where(has_none, 0.0, x) for x in (loss, norm_sqr))
+    return new_state, _metrics(new_state, total, *told, finite)
 
 
 def _metrics(
