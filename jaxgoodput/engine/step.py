@@ -646,8 +646,10 @@ def update(
     # A batch without weight is reported as one, not as what its gradient is if divided by nothing. Only here:
     # a choice among what the update reads would change its roundings.
     has_none = total.weight <= 0
-    told = (jnp.where(has_none, 0.0, x) for x in (loss, norm_sqr))
-    return new_state, _metrics(new_state, total, *told, finite)
+    reported_loss = jnp.where(has_none, 0.0, loss)
+    reported_norm_sqr = jnp.where(has_none, 0.0, norm_sqr)
+    metrics = _metrics(new_state, total, reported_loss, reported_norm_sqr, finite)
+    return new_state, metrics
 
 
 def _metrics(
