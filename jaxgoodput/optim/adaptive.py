@@ -336,6 +336,8 @@ class _Adaptive:
 
         A leaf whose update is divided by the size of its gradient would have, at the base batch, the divisor
         that follows from both moments of the sample. Their sum is hardly noisy, other than each of them.
+        Below the base batch the estimate of it may be negative. The true one is at least what pure noise
+        makes of this batch's, and so is the one that is used. A gradient of 0 has no divisor: it is left out.
         """
         steps, structure = self.rule.step_sizes, jax.tree.structure(updates)
         if not steps:
@@ -351,10 +353,11 @@ class _Adaptive:
         at_base = (
             noise.large_sqr * (1 + (1 - scale) / spare) + noise.small_sqr * (scale - 1) / spare
         )
+        at_base = jnp.maximum(at_base, jnp.minimum(scale, 1) * noise.large_sqr)
         sizes = tuple(max(x.size, 1) for x in jax.tree.leaves(updates))
         size = jnp.sqrt(at_base / seen(sizes[: len(steps)], 1))
-        is_divided = (seen(self.rule.by_size, False) > 0) & (size > 0)
-        weight = seen(steps, 1.0) / jnp.where(is_divided, size, 1)
+        size = jnp.where(seen(self.rule.by_size, False) > 0, size, 1)
+        weight = jnp.where(size > 0, seen(steps, 1.0) / jnp.where(size > 0, size, 1), 0)
         return dataclasses.replace(
             noise, small_sqr=weight * noise.small_sqr, large_sqr=weight * noise.large_sqr
         )

@@ -59,7 +59,7 @@ _ZERO_IF_FIRST = frozenset(
     "div rem reduce_sum cumsum cumprod cummax cummin reduce_prod sort dynamic_slice real imag".split()
 )
 _CONCRETE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
-_LOOPS = frozenset("scan while".split())  # their bodies run more than once
+LOOPS = frozenset("scan while".split())  # their bodies run more than once
 
 
 def constant_outputs(traced: ClosedJaxpr, known: Mapping[int, Any]) -> list[Value]:
@@ -110,7 +110,7 @@ def _results(one: Any, inputs: list[Value]) -> list[Value]:
         return _common([[case] for case in _chosen(inputs[0], inputs[1:])])
     if name == "optimization_barrier":
         return list(inputs)
-    inner = None if name in _LOOPS else _body(one)
+    inner = None if name in LOOPS else called_once(one)
     if inner is not None:
         return _outputs(inner, inputs)
     if len(one.outvars) != 1:
@@ -171,7 +171,7 @@ def _common(results: Sequence[list[Value]]) -> list[Value]:
     return [same(values) for values in zip(*results, strict=True)]
 
 
-def _body(one: Any) -> ClosedJaxpr | Jaxpr | None:
+def called_once(one: Any) -> ClosedJaxpr | Jaxpr | None:
     """Return the function that an equation calls once with its own inputs; None if there is none."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = one.params.get(name)

@@ -91,10 +91,10 @@ def is_settled(opt_state: PyTree) -> Array:
     return settled
 
 
-def second_moments(opt_state: PyTree, params: PyTree) -> list[Array | None]:
+def second_moments(opt_state: PyTree, params: PyTree) -> list[Any]:
     """Return the second moment of each leaf of `params` that Adam or AMSGrad keeps; None for others."""
     kinds = (optax.ScaleByAdamState, optax.ScaleByAmsgradState)
-    found: dict[Any, Array] = {}
+    found: dict[Any, Any] = {}
     for node in _adaptive(opt_state):
         if isinstance(node, kinds):
             for path, moment in jax.tree_util.tree_leaves_with_path(node.nu):

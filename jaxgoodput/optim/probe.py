@@ -1,14 +1,16 @@
 """Probes an optimizer: gives it known gradients before training, and infers what it does with each leaf.
 
 optax stores neither constants nor names in its states. So the transformation is run for a few updates on a
-tree with the structure of the parameters, but one element per leaf, and the results are compared. Results
-are arrays `[leaves]`, because an optimizer may treat groups of parameters differently. Schedules should be
-held at one count (`traced.at_count`), because a warm-up begins at zero.
+tree with the structure of the parameters, but one element per leaf in float32, and the results are compared.
+Results are arrays `[leaves]`, because an optimizer may treat groups of parameters differently. Leaves that it
+treats alike are run as one (`folded`), and all probes together, in one compiled program.
 """
 
+import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,85 +19,393 @@ import optax
 from absl import logging
 from jaxtyping import Array, PyTree
 
+from jaxgoodput._pytree import wide_dtype
+from jaxgoodput.optim.folded import FoldedUpdate
 from jaxgoodput.optim.memory import Decays, averages, decays_of
 from jaxgoodput.optim.preconditioner import MomentConstants, covers, preconditioner, second_moments
-from jaxgoodput.optim.traced import NO_CLOCKS, Clocks, at_count, small
-
-T = TypeVar("T")
+from jaxgoodput.optim.traced import NO_CLOCKS, Clocks, TracedUpdate, traced_update
 
 NORM = 1e-3  # norm of a probing gradient, below every usual clipping limit
 NUM_UPDATES = 3
 NOISE = 3.0  # noise of probing gradients, relative to their mean
 NUM_ALTERNATING = 40
 NUM_NOISY, NUM_RUNS = 256, 16  # updates of a probe with noise, and its repetitions
-MAX_COMPILED = 100  # with more leaves, compiling takes longer than running operation by operation
+START = 0.1  # parameters of most probes; not 0, because some optimizers scale their steps by them
+CUTS = (1, 8, 128)  # lengths at most of the axes of probed leaves
+MAX_ELEMENTS = 2**16  # of all leaves with shapes of their own together, where shapes matter
+
+# Runs of the main probe: places in `_entries`.
+_PLUS, _MINUS, _TWICE, _MINUS_TWICE = range(4)
+_FROM_ZERO, _FROM_ZERO_BACK, _LITTLE, _LITTLE_BACK, _JUMPED = range(4, 9)
+_LAGGING = slice(9, 12)
 
 
-def _probed(what: str, probe: Callable[[], T], default: T) -> T:
-    """Return `probe()`; if it raises, log that `what` cannot be probed, and return `default`."""
-    try:
-        return probe()
-    except Exception as error:  # a user's own link may raise anything
-        logging.info("cannot probe the optimizer for %s, so a default is used: %r", what, error)
-        return default
+@dataclass(frozen=True)
+class _Runs:
+    """What an optimizer did in several runs."""
+
+    moved: np.ndarray
+    """Mean change of each leaf, `[runs, updates, leaves]`."""
+    states: list[np.ndarray]
+    """Each class of the state's leaves after the first, second and last update, `[runs, 3, ...]`."""
 
 
-def normalises(tx: optax.GradientTransformation, params: PyTree) -> np.ndarray:
-    """Return for each leaf whether its update stays the same if the gradient doubles: 1.0, 0.0, or NaN.
+class Probe:
+    """An optimizer that may be asked what it does with each leaf.
 
-    It is 0 for SGD with or without momentum, and 1 for optimizers that divide by the gradient's size: Adam,
-    Lion, Adafactor, sign and normalised SGD. NaN if the updates are zero. `params` may be abstract.
-
-    >>> normalises(optax.sgd(0.1), {"w": jnp.zeros(3)})
-    array([0.])
-    >>> normalises(optax.sign_sgd(0.1), {"w": jnp.zeros(3)})
-    array([1.])
+    Schedules at `clocks` are held at `count`, because a warm-up begins at zero. What cannot be asked is
+    unknown: each answer says what it then is.
     """
-    # The parameters are not zero, because some optimizers scale their steps by them.
-    moved, _ = _updates(tx, small(params, 0.1), (NORM, 2 * NORM), NUM_UPDATES)
-    seen = (moved > 0).all(axis=0)
-    ratio = moved[1] / np.where(seen, moved[0], 1)
-    return np.where(seen, (ratio < math.sqrt(2)).astype(float), np.nan)  # half-way between 1 and 2
 
+    def __init__(self, traced: TracedUpdate, clocks: Clocks = NO_CLOCKS, count: int = 1) -> None:
+        self.count = count
+        self._real = traced
+        self._clocks = clocks
+        self._params = jax.tree.map(_wide, traced.params)
+        self._outcomes: dict[int, _Runs | None] = {}
 
-def noise_left(tx: optax.GradientTransformation, params: PyTree) -> np.ndarray:
-    """Return how much larger a mean update is without noise than with it, by leaf; NaN if unknown.
+    @classmethod
+    def of(cls, tx: optax.GradientTransformation, params: PyTree) -> "Probe":
+        """Return a probe of `tx` whose schedules go on; `params` may be abstract."""
+        return cls(traced_update(tx, params))
 
-    See `noise_share`. `params` may be abstract.
-    """
-    tx, start = optax.with_extra_args_support(tx), small(params, 0.1)
+    def normalises(self) -> np.ndarray:
+        """Return for each leaf whether its update stays the same if the gradient doubles: 1.0, 0.0, or NaN.
 
-    def mean_update(key: Array, size: Array, sign: Array) -> Array:
-        def one(state: PyTree, key: Array) -> tuple[PyTree, Array]:
-            return _updated(tx, start, state, sign * NORM * (1 + size * jax.random.normal(key)))
+        It is 0 for SGD with or without momentum, and 1 for optimizers that divide by the gradient's size:
+        Adam, Lion, Adafactor, sign and normalised SGD. NaN if the updates are zero.
 
-        _, moved = jax.lax.scan(one, tx.init(start), jax.random.split(key, NUM_NOISY))
-        return moved[NUM_NOISY // 2 :].mean(axis=0)
+        >>> Probe.of(optax.sgd(0.1), {"w": jnp.zeros(3)}).normalises()
+        array([0.])
+        >>> Probe.of(optax.sign_sgd(0.1), {"w": jnp.zeros(3)}).normalises()
+        array([1.])
+        """
+        once = self._both_ways(_PLUS, _MINUS, NUM_UPDATES)
+        twice = self._both_ways(_TWICE, _MINUS_TWICE, NUM_UPDATES)
+        seen = (once > 0) & (twice > 0)
+        ratio = twice / np.where(seen, once, 1)
+        return np.where(seen, (ratio < math.sqrt(2)).astype(float), np.nan)  # between 1 and 2
 
-    @jax.jit
-    def both() -> Array:
+    def noise_left(self) -> np.ndarray:
+        """Return how much larger a mean update is without noise than with it, by leaf; NaN if unknown.
+
+        See `noise_share`.
+        """
+        found = self._run_noisy()
+        if found is None:
+            return np.full(self._num_leaves, np.nan)
+        half = found[:, NUM_NOISY // 2 :].mean(axis=1)
+        there, back = half[:NUM_RUNS].mean(axis=0), half[NUM_RUNS:-2].mean(axis=0)
+        noisy = np.abs(there - back) / 2  # without weight decay
+        quiet = np.abs(half[-2] - half[-1]) / 2
+        return np.where(quiet > 0, noisy / np.where(quiet > 0, quiet, 1), np.nan)
+
+    def lags(self) -> np.ndarray:
+        """Return for each leaf whether updates follow the gradient while second moments hardly change.
+
+        This holds for Adam, whose second moment hardly moves in one update. It does not hold for optimizers
+        that normalise the result again, such as LAMB. The probe uses alternating gradients for some updates,
+        and then small gradients of two sizes.
+
+        >>> params = {"w": jnp.zeros(3)}
+        >>> Probe.of(optax.adam(0.1), params).lags(), Probe.of(optax.lamb(0.1), params).lags()
+        (array([ True]), array([False]))
+        """
+        none, once, twice = self._moved()[_LAGGING, -1]
+        ratios = (twice - none) / np.where(once == none, np.nan, once - none)
+        return np.abs(ratios - 2) < 0.1
+
+    def step_sizes(
+        self,
+        *,
+        by_size: np.ndarray | None = None,
+        moments: Sequence[MomentConstants] | None = None,
+        counts: tuple[int, ...] = (),
+    ) -> np.ndarray:
+        """Return the step size of each leaf: the update's size over the gradient's, times what divides it.
+
+        The update's size is its share along the gradient, <u, g> / |g|, for a gradient of random signs in the
+        leaf's shape: Muon's matrices move less along it than a sign does. The divisor is the preconditioner
+        of Adam and its kin, with the constants `moments`. For leaves in `by_size` it is the gradient's size,
+        so that the step size is the update's. By default, these are leaves that the preconditioner does not
+        cover, and whose updates do not grow with the gradient. Both are probed if None.
+        Momentum counts at its full strength, and weight decay does not. Parameters are taken to be 0.1, for
+        optimizers that scale steps by them. 0 if the leaf did not move. The result is the largest over
+        `counts`, at which schedules are held.
+
+        >>> groups = {"sgd": optax.sgd(0.1, momentum=0.5), "adam": optax.adam(0.01)}
+        >>> tx = optax.multi_transform(groups, {"a": "sgd", "b": "adam"})
+        >>> Probe.of(tx, dict(a=jnp.zeros(3), b=jnp.zeros(3))).step_sizes().round(4)
+        array([0.2 , 0.01])
+        """
+        if by_size is None:
+            covered = np.array([x is not None for x in covers(self._real.state, self._real.params)])
+            by_size = ~covered & (self.normalises() == 1)
+        if moments is None:
+            moments = self.moment_constants()
+        entry = _entry(NORM, self._num_leaves)
+        found = []
+        for count in counts or (self.count,):
+            moved = self._both_ways(_PLUS, _MINUS, slice(-1, None), count) / entry
+            found.append(moved * np.where(by_size, entry, self._divisors(moments, count)))
+        return np.max(found, axis=0) * self._shape_factors()
+
+    def averages_parameters(self) -> bool:
+        """Return whether the state keeps an average of the parameters, over updates; False if unknown.
+
+        The probe lets the parameters jump once, from 0 to 1. An average then loses the same share of the old
+        value in every update. A reference point would stay, and what weight decay adds to a momentum grows
+        differently.
+
+        >>> Probe.of(optax.sgd(0.1, momentum=0.9), {"w": jnp.zeros(3)}).averages_parameters()
+        False
+        """
+        found = self._outcome(self.count)
+        for x in [] if found is None else found.states:
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                continue
+            first, _, last = (x[_JUMPED] - x[_FROM_ZERO]).astype(np.float64)
+            # A sum of small values looks like an average with a very long memory.
+            kept = (first > 5e-6) & (first < 1)
+            expected = 1 - (1 - first[kept]) ** (NUM_ALTERNATING + 1)
+            if np.any(np.abs(last[kept] - expected) < 3e-3 * expected):
+                return True
+        return False
+
+    def moment_constants(self) -> tuple[MomentConstants, ...]:
+        """Return the b2 and eps of Adam and its kin for each leaf; optax's defaults for others.
+
+        Leaves whose moments are in one state have the same constants.
+
+        >>> Probe.of(optax.adam(0.1, b2=0.95, eps=1e-6), {"w": jnp.zeros(3)}).moment_constants()
+        (MomentConstants(b2=0.95, eps=1e-06),)
+        """
+        state_of_leaf = covers(self._real.state, self._real.params)
+        moved = np.stack(
+            [
+                self._both_ways(_FROM_ZERO, _FROM_ZERO_BACK, 1),
+                self._both_ways(_LITTLE, _LITTLE_BACK, 1),
+            ]
+        )
+        first, second = self._second_moments(0), self._second_moments(1)
+        known = {}
+        for state in set(state_of_leaf) - {None}:
+            own = np.array([state == x for x in state_of_leaf])
+            known[state] = _constants(moved[:, own], first[:, own], second[:, own])
+        return tuple(known.get(state, MomentConstants()) for state in state_of_leaf)
+
+    def long_averages(self) -> Decays:
+        """Return the share of themselves that long averages in the state keep per update; () without any.
+
+        >>> Probe.of(optax.lion(0.1), {"w": jnp.zeros(3)}).long_averages()
+        (0.99,)
+        >>> Probe.of(optax.sgd(0.1, momentum=0.9), {"w": jnp.zeros(3)}).long_averages()
+        ()
+        """
+        if not averages(self._real.state):
+            return ()
+        folded, found = self._folded, self._outcome(self.count)
+        if folded is None or found is None:
+            return ()
+
+        def state(at: int) -> PyTree:
+            values = [found.states[x][_PLUS, at] for x in folded.state_classes]
+            # In the types of the run: half precision is too coarse for these averages.
+            real = jax.tree.leaves(self._real.state)
+            typed = [x.astype(y.dtype) for x, y in zip(values, real, strict=True)]
+            return jax.tree.unflatten(jax.tree.structure(folded.traced.state), typed)
+
+        decays = decays_of(state(0), state(1))
+        return () if set(decays) == {None} else decays
+
+    @property
+    def _num_leaves(self) -> int:
+        return len(jax.tree.leaves(self._params))
+
+    @functools.cached_property
+    def _folded(self) -> FoldedUpdate | None:
+        """The update on few elements per leaf, for which the state has its real structure; None if unknown.
+
+        Masks and labels may ask for shapes, mostly for the number of axes.
+        """
+        found = None
+        for cut in CUTS:
+            cut_down = jax.tree.map(functools.partial(_cut, at=cut), self._params)
+            try:
+                found = FoldedUpdate.of(traced_update(self._real.tx, cut_down), self._clocks.steady)
+            except Exception as error:  # a user's own link may raise anything
+                logging.info("cannot probe the optimizer, so defaults are used: %r", error)
+                return found
+            if jax.tree.structure(found.traced.state) == jax.tree.structure(self._real.state):
+                break
+        return found
+
+    def _outcome(self, count: int) -> _Runs | None:
+        """Return what the optimizer did with schedules held at `count`; None if that is unknown."""
+        if count not in self._outcomes:
+            self._outcomes[count] = None
+            if self._folded is not None:
+                entries, starts, values = _entries(self._num_leaves)
+                try:
+                    moved, states = self._compiled(entries, starts, values, count)
+                except Exception as error:  # a user's own link may raise anything
+                    logging.info("cannot run the optimizer, so defaults are used: %r", error)
+                else:
+                    moved = np.asarray(moved, np.float64)[..., self._folded.leaf_classes]
+                    self._outcomes[count] = _Runs(moved, [np.asarray(x) for x in states])
+        return self._outcomes[count]
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        return jax.jit(self._run)
+
+    def _run(self, entries: Array, starts: Array, values: Array, count: Any) -> tuple[Any, Any]:
+        """Return means of updates, `[runs, updates, classes]`, and states (`_Runs`)."""
+        folded = self._folded
+        assert folded is not None
+
+        def one(entries: Array, start: Array, value: Array) -> tuple[Any, Any]:
+            def updated(state: Any, entry: Array) -> tuple[Any, Any]:
+                def gradient(x: Any) -> Array:
+                    return jnp.full(x.shape, entry, x.dtype)
+
+                moved, state = folded.update(gradient, state, value, count)
+                means = [jnp.real(x).mean().astype(entries.dtype) for x in moved]
+                return state, (jnp.stack(means), state)
+
+            _, (moved, states) = jax.lax.scan(updated, folded.init(start), entries)
+            return moved, [x[jnp.array([0, 1, -1])] for x in states]
+
+        return jax.vmap(one)(entries, starts, values)
+
+    def _run_noisy(self) -> np.ndarray | None:
+        """Return means of updates under noise, `[runs, updates, leaves]`; None if unknown."""
+        if self._folded is None:
+            return None
         keys = jax.random.split(jax.random.key(0), NUM_RUNS)
-        over_keys = jax.vmap(mean_update, (0, None, None))
-        sizes, signs = jnp.array([NOISE, 0.0]), jnp.array([1.0, -1.0])
-        over_sizes = jax.vmap(over_keys, (None, 0, None))
-        moved = jax.vmap(over_sizes, (None, None, 0))(keys, sizes, signs).mean(axis=2)
-        return (moved[0] - moved[1]) / 2  # without weight decay
+        normal = jax.vmap(lambda key: jax.random.normal(key, (NUM_NOISY,)))(keys)
+        noisy, quiet = NORM * (1 + NOISE * normal), jnp.full((1, NUM_NOISY), NORM)
+        entries = jnp.concatenate([noisy, -noisy, quiet, -quiet])
+        starts = jnp.full(len(entries), START)
+        try:
+            moved, _ = self._compiled(entries, starts, starts, self.count)
+        except Exception as error:  # a user's own link may raise anything
+            logging.info("cannot probe the optimizer for noise, so a default is used: %r", error)
+            return None
+        return np.asarray(moved, np.float64)[..., self._folded.leaf_classes]
 
-    nothing = np.zeros((2, len(jax.tree.leaves(start))))
-    noisy, quiet = _probed("noise", lambda: np.abs(np.asarray(both())), nothing)
-    return np.where(quiet > 0, noisy / np.where(quiet > 0, quiet, 1), np.nan)
+    def _moved(self, count: int | None = None) -> np.ndarray:
+        found = self._outcome(self.count if count is None else count)
+        if found is None:
+            return np.zeros((_LAGGING.stop, NUM_ALTERNATING + 1, self._num_leaves))
+        return found.moved
+
+    def _both_ways(
+        self, there: int, back: int, updates: int | slice, count: int | None = None
+    ) -> np.ndarray:
+        """Return the size of the change in these updates that changes sign with the gradient, `[leaves]`."""
+        moved = self._moved(count)
+        where = slice(updates) if isinstance(updates, int) else updates
+        return (np.abs(moved[there, where] - moved[back, where]) / 2).sum(axis=0)
+
+    def _second_moments(self, at: int) -> np.ndarray:
+        """Return means of second moments after an update, for two gradients; 0 for leaves without one."""
+        folded, found = self._folded, self._outcome(self.count)
+        if folded is None or found is None:
+            return np.zeros((2, self._num_leaves))
+        numbered = jax.tree.unflatten(
+            jax.tree.structure(folded.traced.state), [np.asarray(x) for x in folded.state_classes]
+        )
+        moments = []
+        for own in second_moments(numbered, folded.traced.params):
+            if own is None:
+                moments.append(np.zeros(2))
+            else:
+                values = found.states[int(own)][[_FROM_ZERO, _LITTLE], at]
+                moments.append(values.reshape(2, -1).astype(np.float64).mean(axis=1))
+        return np.stack(moments, axis=1)
+
+    def _divisors(self, moments: Sequence[MomentConstants], count: int) -> np.ndarray:
+        """Return what divides each leaf's gradient after many updates; 1 where nothing does."""
+        folded, found = self._folded, self._outcome(count)
+        if folded is None or found is None:
+            return np.ones(self._num_leaves)
+
+        def means(state: PyTree) -> list[Array]:
+            scale = preconditioner(state, folded.traced.params, by_leaf=moments)
+            return [] if scale is None else [jnp.mean(x) for x in jax.tree.leaves(scale)]
+
+        factors = folded.scales(means, [jnp.asarray(x[_PLUS, -1]) for x in found.states])
+        if not factors:
+            return np.ones(self._num_leaves)
+        values = np.asarray(jax.device_get(factors), np.float64)
+        return 1 / np.where(values > 0, values, 1)
+
+    def _shape_factors(self) -> np.ndarray:
+        """Return how much further each leaf moves along its gradient in its real shape, than here.
+
+        If the leaves are large, it is measured for two smaller sizes, and continued as a power of the size.
+        """
+        ones = np.ones(self._num_leaves)
+        shapes = {x.shape for x in jax.tree.leaves(self._params)}
+        share = min((MAX_ELEMENTS / max(sum(map(math.prod, shapes)), 1)) ** 0.5, 1.0)
+        try:
+            if self._folded is None or FoldedUpdate.of(self._real, frozenset()).is_by_element:
+                return ones
+            here, there = self._along(self._folded), self._along(self._resized(share))
+            if share < 1:
+                smaller = self._along(self._resized(share / 2))
+                there *= (there / np.where(smaller > 0, smaller, np.nan)) ** -math.log2(share)
+        except Exception as error:  # a user's own link may raise anything
+            logging.info("cannot probe the optimizer at its real shapes: %r", error)
+            return ones
+        factors = there / np.where(here > 0, here, np.nan)
+        return np.where(np.isfinite(factors) & (factors > 0), factors, 1.0)
+
+    def _resized(self, share: float) -> FoldedUpdate:
+        """Return the update for parameters whose axes are shorter by a factor."""
+
+        def resized(x: Any) -> jax.ShapeDtypeStruct:
+            shape = tuple(math.ceil(n * share) for n in x.shape)
+            return jax.ShapeDtypeStruct(shape, x.dtype)
+
+        traced = traced_update(self._real.tx, jax.tree.map(resized, self._params))
+        return FoldedUpdate.of(traced, self._clocks.steady)
+
+    def _along(self, folded: FoldedUpdate) -> np.ndarray:
+        """Return how far the first update goes along a gradient of random signs, `[leaves]`."""
+        entry = _entry(NORM, self._num_leaves)
+        leaves = jax.tree.leaves(folded.traced.params)
+        shapes = [leaves[i].shape for i in folded.first_of_leaves]
+        shapes_once = list({x.shape for x in leaves})
+
+        @jax.jit
+        def along(signs: list[Array], count: Any) -> Array:
+            given = dict(zip(shapes_once, signs, strict=True))
+
+            def moved(factor: float) -> list[Array]:
+                def gradient(x: Any) -> Array:
+                    return (factor * given[x.shape]).astype(x.dtype)
+
+                return folded.update(gradient, folded.init(START), START, count)[0]
+
+            pairs = zip(moved(entry), moved(-entry), shapes, strict=True)
+            return jnp.stack([jnp.real(jnp.mean((x - y) * given[s])) / 2 for x, y, s in pairs])
+
+        found = np.asarray(along(list(map(_signs, shapes_once)), self.count), np.float64)
+        return np.abs(found)[folded.leaf_classes]
 
 
 def noise_share(left: np.ndarray) -> float:
     """Return how much of the gradient's noise is left in what a normalising optimizer divides, in [0, 1].
 
-    It follows from the mean update with and without noise, whose ratio (`noise_left`) is c / sqrt(c^2 +
+    It follows from the mean update with and without noise, whose ratio (`Probe.noise_left`) is c / sqrt(c^2 +
     share d^2) for noise d on a gradient c. It is 1 for Adam and sign SGD, and 0.01 for Lion, which takes the
     sign of a momentum. The median of the leaves counts. If nothing is known, it is 1.
 
-    >>> noise_share(noise_left(optax.sign_sgd(0.1), {"w": jnp.zeros(3)})) > 0.9
+    >>> noise_share(Probe.of(optax.sign_sgd(0.1), {"w": jnp.zeros(3)}).noise_left()) > 0.9
     True
-    >>> noise_share(noise_left(optax.lion(0.1), {"w": jnp.zeros(3)})) < 0.1
+    >>> noise_share(Probe.of(optax.lion(0.1), {"w": jnp.zeros(3)}).noise_left()) < 0.1
     True
     """
     known = left[~np.isnan(left)]
@@ -103,151 +413,6 @@ def noise_share(left: np.ndarray) -> float:
         return 1.0
     median = float(np.clip(np.median(known), 1e-3, 1.0))
     return min((1 / median**2 - 1) / NOISE**2, 1.0)
-
-
-def lags(tx: optax.GradientTransformation, params: PyTree) -> np.ndarray:
-    """Return for each leaf whether updates follow the gradient while second moments hardly change.
-
-    This holds for Adam, whose second moment hardly moves in one update. It does not hold for optimizers that
-    normalise the result again, such as LAMB. The probe uses alternating gradients for some updates, and then
-    small gradients of two sizes.
-
-    >>> lags(optax.adam(0.1), {"w": jnp.zeros(3)}), lags(optax.lamb(0.1), {"w": jnp.zeros(3)})
-    (array([ True]), array([False]))
-    """
-    tx, start = optax.with_extra_args_support(tx), small(params, 0.1)
-
-    def moved(size: Array) -> Array:
-        def one(state: PyTree, entry: Array) -> tuple[PyTree, Array]:
-            return _updated(tx, start, state, entry)
-
-        before = NORM * jnp.where(jnp.arange(NUM_ALTERNATING) % 2 == 0, 1.0, -1.0)
-        _, updates = jax.lax.scan(one, tx.init(start), jnp.append(before, size * NORM))
-        return updates[-1]
-
-    sizes = jnp.array([0.0, 0.05, 0.1])
-    nothing = np.zeros((3, len(jax.tree.leaves(start))))
-    none, once, twice = _probed(
-        "lagging moments", lambda: np.asarray(jax.jit(jax.vmap(moved))(sizes)), nothing
-    )
-    ratios = (twice - none) / np.where(once == none, np.nan, once - none)
-    return np.abs(ratios - 2) < 0.1
-
-
-def step_sizes(
-    tx: optax.GradientTransformation,
-    params: PyTree,
-    *,
-    by_size: np.ndarray | None = None,
-    moments: Sequence[MomentConstants] | None = None,
-    clocks: Clocks = NO_CLOCKS,
-    counts: tuple[int, ...] = (1,),
-) -> np.ndarray:
-    """Return the step size of each leaf: the update's size over the gradient's, times what divides it.
-
-    The divisor is the preconditioner of Adam and its kin, with the constants `moments`. For leaves in
-    `by_size` it is the gradient's size, so that the step size is the update's. By default, these are leaves
-    that the preconditioner does not cover, and whose updates do not grow with the gradient. Both are probed
-    if None.
-    Momentum counts at its full strength, and weight decay does not. 0 if the leaf did not move. The result
-    is the largest over `counts`, at which schedules are held. `params` may be abstract.
-
-    >>> groups = {"sgd": optax.sgd(0.1, momentum=0.5), "adam": optax.adam(0.01), "lion": optax.lion(0.2)}
-    >>> tx = optax.multi_transform(groups, {"a": "sgd", "b": "adam", "c": "lion"})
-    >>> step_sizes(tx, dict(a=jnp.zeros(3), b=jnp.zeros(3), c=jnp.zeros(3))).round(4)
-    array([0.2 , 0.01, 0.2 ])
-    """
-    asked, start = optax.with_extra_args_support(tx), small(params, 0.1)
-    num_leaves = len(jax.tree.leaves(start))
-    is_by_size = by_size
-    if is_by_size is None:
-        covered = np.array([x is not None for x in covers(jax.eval_shape(tx.init, start), start)])
-        is_by_size = ~covered & (normalises(tx, params) == 1)
-    if moments is None:
-        moments = moment_constants(tx, params)
-    entry = _entry(NORM, num_leaves)
-
-    def settled(sign: Array, count: Array) -> tuple[Array, Array]:
-        tx = at_count(asked, clocks, count)
-
-        def one(state: PyTree, _: None) -> tuple[PyTree, Array]:
-            return _updated(tx, start, state, sign * entry)
-
-        state, moved = jax.lax.scan(one, tx.init(start), length=NUM_ALTERNATING)
-        scale = preconditioner(state, start, by_leaf=moments)
-        factors = jnp.ones(num_leaves)
-        if scale is not None:
-            factors = jnp.stack([jnp.mean(x) for x in jax.tree.leaves(scale)])
-        return moved[-1], 1 / jnp.where(factors > 0, factors, 1)
-
-    @jax.jit
-    def both() -> tuple[Array, Array]:
-        over_counts = jax.vmap(settled, (None, 0))
-        each = jnp.array(counts, jnp.int32)
-        moved, divisors = jax.vmap(over_counts, (0, None))(jnp.array([1.0, -1.0]), each)
-        return jnp.abs(moved[0] - moved[1]) / 2, divisors[0]
-
-    nothing = (jnp.zeros((1, num_leaves)), jnp.ones((1, num_leaves)))
-    moved, divisors = jax.device_get(_probed("step sizes", both, nothing))
-    sizes = np.asarray(moved, np.float64) / entry * np.where(is_by_size, entry, divisors)
-    return sizes.max(axis=0)
-
-
-def averages_parameters(tx: optax.GradientTransformation, params: PyTree) -> bool:
-    """Return whether the state keeps an average of the parameters, over updates. `params` may be abstract.
-
-    The probe lets the parameters jump once, from 0 to 1. An average then loses the same share of the old
-    value in every update. A reference point would stay, and what weight decay adds to a momentum grows
-    differently.
-
-    >>> averages_parameters(optax.sgd(0.1, momentum=0.9), {"w": jnp.zeros(3)})
-    False
-    """
-    tx, start = optax.with_extra_args_support(tx), small(params, 0.0)
-
-    def states(value: Array) -> Array:
-        moved = jax.tree.map(lambda x: jnp.full(x.shape, value, x.dtype), start)
-
-        def one(state: PyTree, entry: Array) -> tuple[PyTree, Array]:
-            state, _ = _updated(tx, moved, state, entry)
-            floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
-            return state, jnp.concatenate([jnp.zeros(1), *(jnp.ravel(x) for x in floats)])
-
-        return jax.lax.scan(one, tx.init(start), jnp.full(NUM_ALTERNATING, NORM))[1]
-
-    @jax.jit
-    def change() -> Array:
-        still, after = jax.vmap(states)(jnp.array([0.0, 1.0]))
-        return after - still
-
-    first, *_, last = _probed(
-        "averages of parameters", lambda: np.asarray(change(), np.float64), np.zeros((2, 1))
-    )
-    # A sum of small values looks like an average with a very long memory.
-    kept = (first > 5e-6) & (first < 1)
-    expected = 1 - (1 - first[kept]) ** NUM_ALTERNATING
-    return bool(np.any(np.abs(last[kept] - expected) < 3e-3 * expected))
-
-
-def moment_constants(
-    tx: optax.GradientTransformation, params: PyTree
-) -> tuple[MomentConstants, ...]:
-    """Return the b2 and eps of Adam and its kin for each leaf; optax's defaults for others.
-
-    `params` may be abstract. Leaves whose moments are in one state have the same constants.
-
-    >>> moment_constants(optax.adam(0.1, b2=0.95, eps=1e-6), {"w": jnp.zeros(3)})
-    (MomentConstants(b2=0.95, eps=1e-06),)
-    """
-    start = small(params, 0.0)
-    state_of_leaf = covers(jax.eval_shape(tx.init, start), start)
-    moved, first = _updates(tx, start, (NORM, NORM**2), 1)
-    _, second = _updates(tx, start, (NORM, NORM**2), 2)
-    known = {}
-    for state in set(state_of_leaf) - {None}:
-        own = np.array([state == x for x in state_of_leaf])
-        known[state] = _constants(moved[:, own], first[:, own], second[:, own])
-    return tuple(known.get(state, MomentConstants()) for state in state_of_leaf)
 
 
 def _constants(moved: np.ndarray, first: np.ndarray, second: np.ndarray) -> MomentConstants:
@@ -268,29 +433,6 @@ def _constants(moved: np.ndarray, first: np.ndarray, second: np.ndarray) -> Mome
     )
 
 
-def long_averages(tx: optax.GradientTransformation, params: PyTree) -> Decays:
-    """Return the share of themselves that long averages in the state of `tx` keep per update; () without any.
-
-    `params` may be abstract.
-
-    >>> long_averages(optax.lion(0.1), {"w": jnp.zeros(3)})
-    (0.99,)
-    >>> long_averages(optax.sgd(0.1, momentum=0.9), {"w": jnp.zeros(3)})
-    ()
-    """
-    tx, start = optax.with_extra_args_support(tx), small(params, 0.1)
-    if not averages(jax.eval_shape(tx.init, start)):
-        return ()
-    entry = jnp.asarray(_entry(NORM, len(jax.tree.leaves(start))))
-
-    def two_updates() -> tuple[PyTree, PyTree]:
-        first, _ = _updated(tx, start, tx.init(start), entry)
-        return first, _updated(tx, start, first, entry)[0]
-
-    found = _probed("long averages", lambda: decays_of(*jax.device_get(jax.jit(two_updates)())), ())
-    return () if set(found) == {None} else found
-
-
 def _epsilon(moved: np.ndarray, large: float, little: float) -> float:
     """Return eps from first updates for two gradient sizes c, which are proportional to c / (c + eps)."""
     seen = (moved > 0).all(axis=0)
@@ -302,50 +444,33 @@ def _epsilon(moved: np.ndarray, large: float, little: float) -> float:
     return float(np.median(large * little * (1 - ratio[of_adam]) / below[of_adam]))
 
 
-def _updates(
-    tx: optax.GradientTransformation, params: PyTree, norms: tuple[float, ...], count: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return summed sizes of `count` updates and means of second moments, both `[norms, leaves]`.
-
-    Only the part of an update that changes sign with the gradient is counted, which excludes weight decay. A
-    moment is 0 where there is none.
-    """
-    tx = optax.with_extra_args_support(tx)
-    leaves = jax.tree.leaves(params)
-
-    def run(entry: Array) -> tuple[list[Array], Array]:
-        state, found = tx.init(params), []
-        for _ in range(count):
-            state, moved = _updated(tx, params, state, entry)
-            found.append(moved)
-        moments = second_moments(state, params)
-        return found, jnp.stack([jnp.zeros(()) if x is None else x.sum() / x.size for x in moments])
-
-    def both_ways(entry: Array) -> tuple[Array, Array]:
-        (there, moments), (back, _) = run(entry), run(-entry)
-        moved = jnp.abs(jnp.stack(there) - jnp.stack(back)).sum(axis=0) / 2
-        return moved, moments
-
-    if len(leaves) <= MAX_COMPILED:
-        both_ways = jax.jit(both_ways)
-    try:
-        found = [both_ways(jnp.asarray(_entry(norm, len(leaves)))) for norm in norms]
-    except Exception as error:  # a user's own link may raise anything
-        logging.info("cannot probe the optimizer for its updates, so they count as 0: %r", error)
-        nothing = np.zeros((len(norms), len(leaves)))
-        return nothing, nothing
-    moved, moments = zip(*jax.device_get(found), strict=True)
-    return np.stack(moved), np.stack(moments)
-
-
-def _updated(
-    tx: optax.GradientTransformationExtraArgs, params: PyTree, state: PyTree, entry: Array
-) -> tuple[PyTree, Array]:
-    """Return the state after one update by gradients that are `entry` everywhere, and each leaf's change."""
-    grads = jax.tree.map(lambda x: jnp.full(x.shape, entry, x.dtype), params)
-    update, state = tx.update(grads, state, params, value=jnp.ones(()))
-    return state, jnp.stack([x.sum() for x in jax.tree.leaves(update)])
+def _entries(num_leaves: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the main probe's gradients, `[runs, updates]`, and the parameters in `init` and in updates."""
+    one, little = _entry(NORM, num_leaves), _entry(NORM**2, num_leaves)
+    constant = [one, -one, 2 * one, -2 * one, one, -one, little, -little, one]
+    entries = np.repeat(np.array(constant)[:, None], NUM_ALTERNATING + 1, axis=1)
+    alternating = NORM * np.where(np.arange(NUM_ALTERNATING) % 2 == 0, 1.0, -1.0)
+    lagging = [np.append(alternating, size * NORM) for size in (0.0, 0.05, 0.1)]
+    starts = np.full(_LAGGING.stop, START)
+    starts[_FROM_ZERO:_JUMPED] = 0.0
+    values = starts.copy()
+    starts[_JUMPED], values[_JUMPED] = 0.0, 1.0
+    dtype = jnp.zeros(()).dtype
+    found = (np.concatenate([entries, lagging]), starts, values)
+    return tuple(x.astype(dtype) for x in found)  # type: ignore[return-value]
 
 
 def _entry(norm: float, num_leaves: int) -> float:
     return norm / math.sqrt(max(num_leaves, 1))
+
+
+def _signs(shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(0).choice(np.array([-1.0, 1.0], np.float32), shape)
+
+
+def _wide(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, wide_dtype(x.dtype))
+
+
+def _cut(x: Any, at: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(max(min(n, at), 1) for n in x.shape), x.dtype)

@@ -4,6 +4,7 @@ A schedule is called with a count in the optimizer's state. optax's schedules ar
 own state, a lone count is one if updates follow a smooth function of it (`_acts_as_schedule`).
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,8 @@ BY_UPDATES = {
     "SAMState": "optax.contrib.sam, which moves parameters back and forth in turns",
 }
 """Wrappers that mean a number of updates, by the type of their state."""
+_COUNTERS = {"MultiStepsState": ("mini_step", "gradient_step"), "ApplyEvery": ("count", "")}
+"""Fields that count the updates that a wrapper holds back, and lets through."""
 _COUNTS = (0, 7, 1000)
 _NUM_SUCCESSIVE = 32  # successive counts, at which a schedule seldom changes its direction
 _MAX_TURNS = 4
@@ -63,21 +66,27 @@ class TracedUpdate:
         False is proven by induction over updates: the update is 0, whatever the gradient is, if what stays as
         `init` made it in the state has not changed so far (a moment of a gradient that a mask sets to 0).
         """
+        found = constant_outputs(self.jaxpr, self.lasting)
+        return tuple(x is None or bool(x) for x in found[: self.num_leaves])
+
+    @functools.cached_property
+    def lasting(self) -> dict[int, Any]:
+        """Values in the state that no update changes, from `init` on, by their place among the inputs."""
         made = constant_outputs(jax.make_jaxpr(self.tx.init)(self.params), {})
         known = {self.num_leaves + i: x for i, x in enumerate(made) if x is not None}
         while True:
             found = constant_outputs(self.jaxpr, known)
             stays = {at: x for at, x in known.items() if found[at] is not None and found[at] == x}
             if len(stays) == len(known):
-                return tuple(x is None or bool(x) for x in found[: self.num_leaves])
+                return known
             known = stays
 
     def is_steady(self, place: int) -> bool:
-        """Return whether leaf `place` of the state goes up by one in every update, whatever the rest is."""
+        """Return whether leaf `place` of the state goes up by one in every update of a run."""
         at = self.num_leaves + place
 
         def advanced(count: int) -> bool:
-            after = constant_outputs(self.jaxpr, {at: count})[at]
+            after = constant_outputs(self.jaxpr, {**self.lasting, at: count})[at]
             return after is not None and int(after) == count + 1
 
         largest = jnp.iinfo(self.jaxpr.in_avals[at].dtype).max
@@ -167,31 +176,36 @@ def with_counts_at(state: PyTree, paths: frozenset[str], count: Array) -> PyTree
     return jax.tree_util.tree_map_with_path(placed, state)
 
 
-def at_count(
-    tx: optax.GradientTransformation, clocks: Clocks, count: int | Array
-) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` with all its schedules held at `count`."""
-    inner = optax.with_extra_args_support(tx)
+def by_updates(traced: TracedUpdate) -> tuple[str, ...]:
+    """Return the wrappers in an optimizer that mean a number of updates, each with what it does.
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        state = with_counts_at(state, clocks.steady, jnp.asarray(count, jnp.int32))
-        return inner.update(updates, state, params, **extra)
-
-    return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-def by_updates(state: PyTree) -> tuple[str, ...]:
-    """Return the wrappers in an optimizer's state that mean a number of updates, each with what it does."""
+    A wrapper that lets every update through (`optax.MultiSteps(tx, 1)`) means none.
+    """
+    leaves, structure = jax.tree.flatten(traced.state)
+    numbered = structure.unflatten(range(len(leaves)))
     found: dict[str, None] = {}
 
     def note(node: Any) -> bool:
         kind = type(node).__name__
-        if _is_of_optax(node) and kind in BY_UPDATES:
+        if _is_of_optax(node) and kind in BY_UPDATES and not _lets_all_through(traced, node):
             found[BY_UPDATES[kind]] = None
         return False
 
-    jax.tree.leaves(state, is_leaf=note)
+    jax.tree.leaves(numbered, is_leaf=note)
     return tuple(found)
+
+
+def _lets_all_through(traced: TracedUpdate, numbered: Any) -> bool:
+    """Return whether a wrapper, whose state holds the places of its leaves, acts in every update of a run.
+
+    Its count of what it holds back then stays at 0, and the one of what it lets through never stands still.
+    """
+    of_held, of_passed = _COUNTERS.get(type(numbered).__name__, ("", ""))
+    held, passed = (getattr(numbered, name, None) for name in (of_held, of_passed))
+    if held is None:
+        return False
+    stays = traced.lasting.get(traced.num_leaves + held)
+    return stays is not None and not stays and (passed is None or traced.is_steady(passed))
 
 
 def small(params: PyTree, value: float) -> PyTree:

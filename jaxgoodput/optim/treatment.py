@@ -18,20 +18,10 @@ from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.optim.learning_rate import LeafRules, Rule
 from jaxgoodput.optim.memory import Decays
 from jaxgoodput.optim.preconditioner import MomentConstants, covers, moment_memories
-from jaxgoodput.optim.probe import (
-    averages_parameters,
-    lags,
-    long_averages,
-    moment_constants,
-    noise_left,
-    noise_share,
-    normalises,
-    step_sizes,
-)
+from jaxgoodput.optim.probe import Probe, noise_share
 from jaxgoodput.optim.traced import (
     Clocks,
     TracedUpdate,
-    at_count,
     by_updates,
     clocks_of,
     traced_update,
@@ -82,18 +72,18 @@ def treatment_of(
     if not moves.any():  # a step size of 0: what it would do is unknown
         moves[:] = True
     probed = _Probed.of(traced, clocks, moves)
-    _warn_of_averages(at_count(traced.tx, clocks, 1), params, traced.state)
+    _warn_of_averages(probed.probe, traced.state)
     if rule is not None:
         _warn_of_rule(rule, probed)
     return Treatment(
         tx=traced.tx,
         moves=tuple(map(bool, moves)),
         clocks=clocks,
-        by_updates=by_updates(traced.state),
+        by_updates=by_updates(traced),
         is_adam_like=bool(probed.divides.any()),
         rule=_leaf_rules(probed, rule, preconditioned is not False),
         moments=probed.moments,
-        long_averages=long_averages(at_count(traced.tx, clocks, 1), params),
+        long_averages=probed.probe.long_averages(),
     )
 
 
@@ -103,9 +93,8 @@ class _Probed:
 
     traced: TracedUpdate
     clocks: Clocks
-    tx: optax.GradientTransformation
+    probe: Probe
     """The optimizer, with schedules at the first count at which all leaves move."""
-    params: PyTree
     moves: np.ndarray
     """Whether any update may change the leaf."""
     divides: np.ndarray
@@ -120,14 +109,14 @@ class _Probed:
     def of(cls, traced: TracedUpdate, clocks: Clocks, moves: np.ndarray) -> "_Probed":
         """Probe the optimizer; `moves` says which leaves an update may change."""
         params, state = traced.params, traced.state
-        tx, grows = _held_where_all_move(traced, clocks, moves)
+        probe, grows = _held_where_all_move(traced, clocks, moves)
         divides = np.array([x is not None for x in covers(state, params)]) & moves
         moments = (MomentConstants(),) * len(moves)
         if divides.any():
-            moments = moment_constants(tx, params)
+            moments = probe.moment_constants()
         decays = moment_memories(state, params, moments)
         if any(x is not None for x in decays):
-            is_lagging = lags(tx, params)
+            is_lagging = probe.lags()
             # A leaf that shows nothing (a single element less its mean) is no evidence against it.
             pairs = zip(decays, is_lagging, np.isnan(grows), strict=True)
             decays = [x if lag or hidden else None for x, lag, hidden in pairs]
@@ -138,8 +127,7 @@ class _Probed:
         return cls(
             traced=traced,
             clocks=clocks,
-            tx=tx,
-            params=params,
+            probe=probe,
             moves=moves,
             divides=divides,
             normalises=divides | np.where(np.isnan(grows), most, grows == 1),
@@ -150,36 +138,31 @@ class _Probed:
     def step_sizes(self, by_size: np.ndarray) -> np.ndarray:
         """Return the step size of each leaf at the highest point of its schedule that was tried."""
         counts = _COUNTS if self.clocks.steady else _COUNTS[:1]
-        return step_sizes(
-            self.traced.tx,
-            self.params,
-            by_size=by_size,
-            moments=self.moments,
-            clocks=self.clocks,
-            counts=counts,
-        )
+        return self.probe.step_sizes(by_size=by_size, moments=self.moments, counts=counts)
 
 
 def _held_where_all_move(
     traced: TracedUpdate, clocks: Clocks, moves: np.ndarray
-) -> tuple[optax.GradientTransformation, np.ndarray]:
-    """Return the optimizer with schedules held at a count at which all leaves move, and `normalises` there.
+) -> tuple[Probe, np.ndarray]:
+    """Return a probe with schedules held at a count at which all leaves move, and `normalises` there.
 
     If there is no such count, it is the first that is tried, because most schedules begin there.
     """
+    probe = Probe(traced, clocks)
     found, before = None, None
     for count in _COUNTS if clocks.steady else _COUNTS[:1]:
-        tx = at_count(traced.tx, clocks, count)
-        grows = normalises(tx, traced.params)
-        found = found or (tx, grows)
+        probe.count = count
+        grows = probe.normalises()
+        found = grows if found is None else found
         hidden = np.isnan(grows) & moves
         if not hidden.any():
-            return tx, grows
+            return probe, grows
         if before is not None and (hidden == before).all():  # no schedule is what hides them
             break
         before = hidden
     assert found is not None
-    return found
+    probe.count = _COUNTS[0]
+    return probe, found
 
 
 def _leaf_rules(probed: _Probed, rule: Rule | None, preconditioned: bool) -> LeafRules:
@@ -223,7 +206,7 @@ def _rules_by_noise(probed: _Probed, leaves: Sequence[int]) -> dict[int, Rule]:
     """Return rules that fit how much noise is left in what a leaf's gradient is divided by."""
     if not leaves:
         return {}
-    left = noise_left(probed.tx, probed.params)
+    left = probed.probe.noise_left()
     by_share = sorted(leaves, key=lambda i: noise_share(left[[i]]))
     groups: list[list[int]] = []
     for i in by_share:
@@ -257,14 +240,14 @@ def _warn_of_rule(rule: Rule, probed: _Probed) -> None:
             )
 
 
-def _warn_of_averages(tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> None:
+def _warn_of_averages(probe: Probe, opt_state: PyTree) -> None:
     if _holds(opt_state, optax.contrib.ScheduleFreeState):
         logging.warning(
             "optimizer() is schedule-free: it averages parameters with steps of its own, which the "
             "learning-rate gain of a larger batch does not change, so most of the gain is lost. Use "
             'Config.policy "fixed", which keeps the batch and needs no gain.'
         )
-    elif _holds(opt_state, optax.EmaState) or averages_parameters(tx, params):
+    elif _holds(opt_state, optax.EmaState) or probe.averages_parameters():
         logging.warning(
             "optimizer() keeps an average (optax.ema, or one of the parameters), which sees updates before "
             "the learning-rate gain. That is right for a momentum, but an average of the parameters falls "

@@ -14,7 +14,7 @@ from jaxgoodput.goodput.efficiency import GradGroups
 from jaxgoodput.optim import memory
 from jaxgoodput.optim.adaptive import adaptive, with_noise_held
 from jaxgoodput.optim.learning_rate import adam_scale
-from jaxgoodput.optim.probe import long_averages
+from jaxgoodput.optim.probe import Probe
 
 PARAMS: dict[str, Any] = {"w": jnp.linspace(-1.0, 1.0, 6).reshape(2, 3), "b": jnp.zeros(3)}
 GROUPS = {"w": "first", "b": "second"}
@@ -64,7 +64,7 @@ def corrected(state, decays) -> list[Any]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_averages_keep_is_found_out(name):
     tx, wanted = OPTIMIZERS[name]
-    assert long_averages(tx, PARAMS) == pytest.approx(wanted)
+    assert Probe.of(tx, PARAMS).long_averages() == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(
@@ -78,11 +78,11 @@ def test_what_averages_keep_is_found_out(name):
     ids=["momentum", "adagrad", "adamax", "rmsprop"],
 )
 def test_others_keep_none(tx):
-    assert long_averages(tx, PARAMS) == ()
+    assert Probe.of(tx, PARAMS).long_averages() == ()
 
 
 def test_averages_in_half_precision_are_left_alone():
-    assert long_averages(optax.lion(0.1, mu_dtype=jnp.bfloat16), PARAMS) == ()
+    assert Probe.of(optax.lion(0.1, mu_dtype=jnp.bfloat16), PARAMS).long_averages() == ()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

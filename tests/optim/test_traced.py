@@ -1,5 +1,6 @@
 """The trace of an optimizer tells which leaves it never moves, which counts are schedules', what it takes."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -230,8 +231,7 @@ def after(step: Any, **_: Any) -> Any:
 
 HELD = {
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 3),
-    "MultiSteps, one": lambda tx: optax.MultiSteps(tx, 1),
-    "skipping": lambda tx: optax.MultiSteps(tx, 1, should_skip_update_fn=optax.skip_not_finite),
+    "skipping": lambda tx: optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite),
     "conditionally_mask": lambda tx: optax.conditionally_mask(tx, until),
     "conditionally_transform": lambda tx: optax.conditionally_transform(tx, after),
     "sam": lambda tx: optax.contrib.sam(tx, optax.sgd(0.1)),
@@ -249,8 +249,37 @@ def test_a_wrapper_that_holds_a_schedule_is_found_and_named(name, inner):
     traced = traced_update(optax.chain(HELD[name](inside), optax.scale(1.0)), PARAMS)
     found = clocks_of(traced)
     assert (len(found.steady), len(found.held)) == (0, 1)
-    (named,) = by_updates(traced.state)
+    (named,) = by_updates(traced)
     assert name.split(",")[0].replace("skipping", "MultiSteps") in named
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    wrapper=st.sampled_from(["MultiSteps", "as a function", "skipping", "by size", "apply_every"]),
+    optimizer=st.sampled_from(["sgd", "adamw"]),
+    outer=st.sampled_from(["plain", "clipped", "finite", "named"]),
+    k=st.integers(1, 3),
+)
+def test_a_wrapper_that_lets_every_update_through_means_no_number_of_them(
+    wrapper, optimizer, outer, k
+):
+    """Proven by the trace, however the 1 is written; the schedule inside then goes by progress."""
+    large = functools.partial(optax.skip_large_updates, max_squared_norm=1.0)
+    inner = optax.sgd(SCHEDULE) if optimizer == "sgd" else optax.adamw(SCHEDULE)
+    made = {
+        "MultiSteps": lambda: optax.MultiSteps(inner, k),
+        "as a function": lambda: optax.MultiSteps(inner, lambda step: 1 + (k - 1) * (step > 5)),
+        "skipping": lambda: optax.MultiSteps(inner, k, should_skip_update_fn=optax.skip_not_finite),
+        "by size": lambda: optax.MultiSteps(inner, k, should_skip_update_fn=large),
+        "apply_every": lambda: optax.chain(inner, optax.apply_every(k)),
+    }[wrapper]()
+    tx = optax.GradientTransformationExtraArgs(made.init, made.update)  # type: ignore[arg-type]
+    traced = traced_update(WRAPPERS[outer](tx), PARAMS)
+    passes = k == 1 and wrapper != "by size"
+    assert (by_updates(traced) == ()) == passes
+    found = clocks_of(traced)
+    is_steady = passes or wrapper == "apply_every"
+    assert (len(found.steady), len(found.held)) == ((1, 0) if is_steady else (0, 1))
 
 
 def test_a_users_wrapper_that_holds_a_schedule_is_found():

@@ -181,6 +181,45 @@ def test_norms_become_the_decrease_of_the_loss_by_an_update(scale):
     )
 
 
+POSITIVE = st.floats(1e-12, 1e6, width=32)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    large=st.one_of(st.just(0.0), POSITIVE),
+    ratio=st.floats(1.0, 1e6, width=32),
+    num_groups=st.integers(2, 16),
+    num_samples=st.integers(1, 64 * BASE),
+)
+def test_norms_divided_by_a_gradients_size_are_never_those_of_a_negative_square(
+    large, ratio, num_groups, num_samples
+):
+    """Below the base batch, groups that disagree make the estimate of that square negative."""
+    sample = NoiseSample(
+        small_sqr=jnp.full(3, max(large, 1e-12) * ratio, jnp.float32),
+        large_sqr=jnp.full(3, large, jnp.float32),
+        num_groups=jnp.asarray(num_groups, jnp.float32),
+        num_samples=jnp.asarray(num_samples, jnp.float32),
+    )
+    scale = num_samples / BASE
+    converted = mixed()._in_units_of_loss(sample, PARAMS)
+    weight = np.asarray(converted.small_sqr) / np.asarray(sample.small_sqr)
+    assert np.isfinite(weight).all()
+    assert (np.asarray(converted.large_sqr) >= 0).all()
+    *_, sign = weight
+    if large == 0 and scale <= 1:
+        assert sign == 0  # nothing tells its scale
+    elif large > 0:  # as if this batch were pure noise, at most
+        assert 0 <= sign <= 1.001 / np.sqrt(min(scale, 1.0) * large)
+
+
+@functools.cache
+def mixed():
+    return bare(
+        treatment_of(groups(optax.sgd(0.3), optax.adam(0.02), optax.sign_sgd(0.05)), PARAMS)
+    )
+
+
 def bare(treatment):
     return adaptation._Adaptive(
         tx=treatment.tx,
