@@ -1,6 +1,7 @@
 """Measures how long a new user waits, from the start of the quickstart to its first finished step.
 
     python benchmarks/first_step.py [--repeats 5] [--bytecode] [--warm] [--asked-s 15]
+    python benchmarks/first_step.py --optimizers [--leaves 10 200 1000] [--repeats 3]
 
 Each start has a working directory of its own, so that nothing is compiled yet, and its process is ended
 after the first step. `imports` is the time until the quickstart's module is there, `first step` that until
@@ -9,6 +10,9 @@ all cores by then: half of it is what two cores need at least, whatever else run
 module has bytecode yet, as after an installer that makes none. With `--warm` every start but an uncounted
 first finds the programs of the one before. The exit code is 1 where the median of `first step` is above
 `--asked-s`.
+
+With `--optimizers` it measures instead what a run asks of its optimizer before it starts, for models of so
+many leaves: the seconds of `treatment_of` (tracing and probing), of the clock and of all cores.
 """
 
 import argparse
@@ -23,6 +27,7 @@ import time
 from typing import Any
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
+OPTIMIZERS = ("adamw", "clipped", "muon", "groups")
 PARTS = ("imports", "compiling", "processor", "first_step")
 
 
@@ -102,14 +107,72 @@ def starts(repeats: int, bytecode: bool, warm: bool) -> list[dict[str, float]]:
     return found
 
 
+def asking(name: str, num_leaves: int) -> None:
+    """Print what it takes to ask one optimizer, in a process that has compiled nothing of it."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from jaxgoodput.optim.treatment import treatment_of
+
+    shapes = [(32, 32), (32,), (64, 16), (16,)]
+    params = {
+        f"layer_{i}": jax.ShapeDtypeStruct(shapes[i % len(shapes)], jnp.float32)
+        for i in range(num_leaves)
+    }
+    labels = {path: ("sgd", "adamw")[i % 2] for i, path in enumerate(params)}
+    tx = {
+        "adamw": lambda: optax.adamw(1e-3),
+        "clipped": lambda: optax.chain(
+            optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-3, 1000))
+        ),
+        "muon": lambda: optax.contrib.muon(1e-3),
+        "groups": lambda: optax.multi_transform(
+            {"sgd": optax.sgd(0.1), "adamw": optax.adamw(1e-3)}, labels
+        ),
+    }[name]()
+    jax.block_until_ready(jax.jit(lambda x: x + 1)(1.0))  # starting JAX is no part of it
+    clock, processor = time.perf_counter(), time.process_time()
+    treatment_of(tx, params)
+    print(json.dumps([time.perf_counter() - clock, time.process_time() - processor]))
+
+
+def ask_all(repeats: int, sizes: list[int]) -> None:
+    """Print the medians of `asking` for all optimizers and numbers of leaves."""
+    outer = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION_CACHE")}
+    print(
+        f"{'optimizer':>10s} {'leaves':>7s} {'clock s':>8s} {'cores s':>8s}   of {repeats} starts"
+    )
+    for name in OPTIMIZERS:
+        for size in sizes:
+            command = [sys.executable, __file__, "--asking", name, "--leaves", str(size)]
+            found = [
+                json.loads(
+                    subprocess.run(command, env=outer, stdout=subprocess.PIPE, check=True).stdout
+                )
+                for _ in range(repeats)
+            ]
+            clock, processor = (statistics.median(x) for x in zip(*found, strict=True))
+            print(f"{name:>10s} {size:7d} {clock:8.2f} {processor:8.2f}", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--bytecode", action="store_true", help="no module has bytecode yet")
     parser.add_argument("--warm", action="store_true", help="programs are compiled already")
     parser.add_argument("--asked-s", type=float, default=15.0)
+    parser.add_argument("--optimizers", action="store_true", help="what asking them takes")
+    parser.add_argument("--leaves", type=int, nargs="+", default=[10, 200, 1000])
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--asking", choices=OPTIMIZERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.asking is not None:
+        asking(options.asking, options.leaves[0])
+        return
+    if options.optimizers:
+        ask_all(options.repeats, options.leaves)
+        return
     if options.child is not None:
         child(options.child)
         return

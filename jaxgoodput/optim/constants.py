@@ -110,12 +110,34 @@ def _results(one: Any, inputs: list[Value]) -> list[Value]:
         return _common([[case] for case in _chosen(inputs[0], inputs[1:])])
     if name == "optimization_barrier":
         return list(inputs)
-    inner = None if name in LOOPS else called_once(one)
+    if name in LOOPS:
+        return _of_loop(one, inputs)
+    inner = called_once(one)
     if inner is not None:
         return _outputs(inner, inputs)
     if len(one.outvars) != 1:
         return [None] * len(one.outvars)
     return [_result(one, name, inputs)]
+
+
+def _of_loop(one: Any, inputs: list[Value]) -> list[Value]:
+    """Return what is known of a loop's results: values that it starts with, and that no turn changes."""
+    params = one.params
+    if one.primitive.name == "while":
+        start, num_consts = params["cond_nconsts"], params["body_nconsts"]
+        body, num_carried = params["body_jaxpr"], len(one.outvars)
+    else:
+        start, num_consts, num_carried = 0, params["num_consts"], params["num_carry"]
+        body = params["jaxpr"]
+    consts = inputs[start : start + num_consts]
+    carried = inputs[start + num_consts : start + num_consts + num_carried]
+    scanned = inputs[start + num_consts + num_carried :]
+    while True:
+        found = _outputs(body, [*consts, *carried, *scanned])
+        stays = _common([carried, found[:num_carried]])
+        if sum(x is None for x in stays) == sum(x is None for x in carried):
+            return [*stays, *found[num_carried:]]
+        carried = stays
 
 
 def _result(one: Any, name: str, inputs: list[Value]) -> Value:

@@ -30,6 +30,16 @@ BY_UPDATES = {
     "SAMState": "optax.contrib.sam, which moves parameters back and forth in turns",
 }
 """Wrappers that mean a number of updates, by the type of their state."""
+OWN_COUNTS = {
+    "ProdigyState": "optax.contrib.prodigy",
+    "DAdaptAdamWState": "optax.contrib.dadapt_adamw",
+    "MomoState": "optax.contrib.momo",
+    "MomoAdamState": "optax.contrib.momo_adam",
+    "MadgradState": "optax.contrib.madgrad",
+    "ScaleByAdemamixState": "optax.contrib.ademamix",
+    "ScaleBySimplifiedAdEMAMixState": "optax.contrib.simplified_ademamix",
+}
+"""Optimizers that call a schedule with a count that they need for sums of updates, too, by their state."""
 _COUNTERS = {"MultiStepsState": ("mini_step", "gradient_step"), "ApplyEvery": ("count", "")}
 """Fields that count the updates that a wrapper holds back, and lets through."""
 _COUNTS = (0, 7, 1000)
@@ -174,6 +184,13 @@ def with_counts_at(state: PyTree, paths: frozenset[str], count: Array) -> PyTree
         return count.astype(jnp.asarray(leaf).dtype)
 
     return jax.tree_util.tree_map_with_path(placed, state)
+
+
+def own_counts(state: PyTree) -> tuple[str, ...]:
+    """Return the optimizers in a state whose own schedules can only go by updates."""
+    kinds: dict[str, None] = {}
+    jax.tree.leaves(state, is_leaf=lambda node: bool(kinds.setdefault(type(node).__name__)))
+    return tuple(OWN_COUNTS[kind] for kind in kinds if kind in OWN_COUNTS)
 
 
 def by_updates(traced: TracedUpdate) -> tuple[str, ...]:

@@ -24,10 +24,12 @@ from jaxgoodput.optim.traced import (
     TracedUpdate,
     by_updates,
     clocks_of,
+    own_counts,
     traced_update,
 )
 
 _SAME_SHARE = 1.5  # leaves whose shares of noise differ by a smaller factor have one rule
+_SHARE_ERROR = 0.01  # of a measured share; shares near 0 differ by any factor
 _COUNTS = (1, 100, 1_000, 10_000, 100_000)  # at which schedules are tried
 
 
@@ -43,6 +45,8 @@ class Treatment:
     """Counts of the schedules in its state."""
     by_updates: tuple[str, ...]
     """Wrappers that mean a number of updates, so that the batch must not change."""
+    own_counts: tuple[str, ...]
+    """Optimizers whose own schedules go by updates, even if the batch changes."""
     is_adam_like: bool
     """Whether it divides by a root of squares, as the norms of its noise then are, too."""
     rule: LeafRules
@@ -80,6 +84,7 @@ def treatment_of(
         moves=tuple(map(bool, moves)),
         clocks=clocks,
         by_updates=by_updates(traced),
+        own_counts=own_counts(traced.state),
         is_adam_like=bool(probed.divides.any()),
         rule=_leaf_rules(probed, rule, preconditioned is not False),
         moments=probed.moments,
@@ -211,7 +216,8 @@ def _rules_by_noise(probed: _Probed, leaves: Sequence[int]) -> dict[int, Rule]:
     groups: list[list[int]] = []
     for i in by_share:
         share = noise_share(left[[i]])
-        if groups and share <= _SAME_SHARE * noise_share(left[groups[-1][:1]]):
+        least = noise_share(left[groups[-1][:1]]) if groups else -1.0
+        if share <= max(_SAME_SHARE * least, least + _SHARE_ERROR):
             groups[-1].append(i)
         else:
             groups.append([i])

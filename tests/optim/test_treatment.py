@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import types
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from jaxgoodput.goodput.efficiency import GradGroups, gain
@@ -181,13 +182,101 @@ def test_norms_become_the_decrease_of_the_loss_by_an_update(scale):
     )
 
 
-POSITIVE = st.floats(1e-12, 1e6, width=32)
+def muon():
+    return optax.contrib.muon(0.02, weight_decay=0.0)
+
+
+UNITS = {
+    "sgd": lambda: optax.sgd(0.3, momentum=0.5),
+    "adam": lambda: optax.adam(0.02),
+    "sign": lambda: optax.sign_sgd(0.05),
+    "muon": muon,
+    "late muon": lambda: optax.contrib.muon(optax.linear_schedule(0.0, 0.02, 20)),
+    "lars": lambda: optax.lars(0.5, momentum=0.0),
+    "lamb": lambda: optax.lamb(0.01),
+    "adafactor": lambda: optax.adafactor(0.01),
+    "normalised": lambda: optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(10.0), optax.sgd(0.2)),
+}
+SHAPES = st.one_of(
+    st.tuples(st.integers(1, 40), st.integers(1, 40)), st.just((140, 200)), st.just((420, 300))
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None)
+@given(
+    names=st.tuples(*[st.sampled_from(sorted(UNITS))] * 3).filter(lambda x: len(set(x)) > 1),
+    shapes=st.tuples(SHAPES, st.tuples(st.integers(1, 500)), SHAPES),
+    seed=st.integers(0, 99),
+)
+@example(names=("muon", "adam", "adam"), shapes=((140, 200), (7,), (40, 3)), seed=0)
+@example(names=("muon", "sgd", "sign"), shapes=((420, 300), (7,), (2, 2)), seed=1)
+@example(names=("normalised", "sgd", "lars"), shapes=((30, 30), (90,), (40, 9)), seed=2)
+@jax.numpy_rank_promotion("allow")
+def test_each_leaf_weighs_as_much_as_its_real_update_decreases_the_loss(names, shapes, seed):
+    """In any shape and beside any other: g'u after many updates in a loop of optax's own."""
+    structure = jax.tree.structure(PARAMS)
+    params = structure.unflatten(jnp.full(s, 0.1) for s in shapes)
+    tx, rng, size = groups(*[UNITS[name]() for name in names]), np.random.default_rng(seed), 1e-3
+    grads = structure.unflatten(
+        jnp.asarray(size * rng.choice([-1.0, 1.0], s), jnp.float32) for s in shapes
+    )
+    found = treatment_of(tx, params)
+    assume(found.rule.step_sizes)  # others have one unit
+
+    @jax.jit
+    def decreases():
+        def update(state, _):
+            updates, state = tx.update(grads, state, params)
+            return state, updates
+
+        _, updates = jax.lax.scan(update, tx.init(params), length=41)
+        last = jax.tree.map(lambda u: u[-1], updates)
+        return [-jnp.vdot(g, u) for g, u in zip(*map(jax.tree.leaves, (grads, last)), strict=True)]
+
+    # As measured: of Adam and its kin in the units of their second moment. Muon leaves vectors to Adam.
+    measured = []
+    for name, shape in zip(names, shapes, strict=True):
+        is_adams = name in ("adam", "lamb") or ("muon" in name and len(shape) < 2)
+        measured.append(math.prod(shape) * (size if is_adams else size**2))
+    converted = np.asarray(bare(found)._in_units_of_loss(noiseless(measured), grads).large_sqr)
+    wanted = np.array(jax.device_get(decreases()))
+    np.testing.assert_allclose(
+        converted / converted.max(), wanted / wanted[converted.argmax()], rtol=0.15
+    )
+
+
+@pytest.mark.slow
+@settings(max_examples=8, deadline=None)
+@given(
+    tx=st.sampled_from(["lion", "slow", "sign", "adafactor", "muon", "adam"]),
+    dtypes=st.tuples(*[st.sampled_from([jnp.bfloat16, jnp.float16, jnp.float32])] * 3),
+)
+@jax.numpy_rank_promotion("allow")
+def test_one_optimizer_has_one_rule_in_any_precision(tx, dtypes):
+    one = {
+        "lion": lambda: optax.lion(0.1),
+        "slow": lambda: optax.chain(optax.trace(0.998), optax.scale_by_sign(), optax.scale(-0.1)),
+        "sign": lambda: optax.sign_sgd(0.1),
+        "adafactor": lambda: optax.adafactor(0.1),
+        "muon": muon,
+        "adam": lambda: optax.adam(0.1),
+    }[tx]()
+    leaves, structure = jax.tree.flatten(
+        {"a": jnp.ones((3, 2)), "b": jnp.ones((2, 2)), "c": jnp.ones((4, 1))}
+    )
+    params = structure.unflatten(x.astype(d) for x, d in zip(leaves, dtypes, strict=True))
+    assert len(treatment_of(one, params).rule.rules) == 1
+
+
+POSITIVE = st.floats(-12, 6).map(lambda x: 10.0**x)
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     large=st.one_of(st.just(0.0), POSITIVE),
-    ratio=st.floats(1.0, 1e6, width=32),
+    ratio=st.floats(0, 6).map(lambda x: 10.0**x),
     num_groups=st.integers(2, 16),
     num_samples=st.integers(1, 64 * BASE),
 )

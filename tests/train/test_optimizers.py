@@ -125,6 +125,20 @@ def test_what_counts_updates_is_refused_if_the_batch_may_change(tmp_path, name):
         problem_of(Mean(settings, tx=COUNTING[name]()), settings)
 
 
+def test_every_first_update_is_no_number_of_updates(tmp_path):
+    settings = config(tmp_path, policy="goodput")
+    for tx in (optax.MultiSteps(optax.adam(SCHEDULE), 1), optax.apply_every(1)):
+        problem_of(Mean(settings, tx=tx), settings)
+
+
+@pytest.mark.parametrize(("policy", "is_told"), [("goodput", True), ("fixed", False)])
+def test_a_schedule_that_only_updates_can_advance_is_told_of(tmp_path, caplog, policy, is_told):
+    settings = config(tmp_path, policy=policy)
+    with caplog.at_level("WARNING"):
+        problem_of(Mean(settings, tx=optax.contrib.prodigy(SCHEDULE)), settings)
+    assert ("optax.contrib.prodigy. A schedule that is given to it" in caplog.text) == is_told
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from absl import logging
 from jaxtyping import Array, PyTree
 
 from jaxgoodput._jax import trying
@@ -202,6 +203,13 @@ def _require_progress(treatment: Treatment, config: Config) -> None:
             "wrapper that does not advance it in every update. Progress cannot take the place of its count "
             "if the batch changes. Take the schedule out of the wrapper, or keep the batch, with "
             'Config.policy "fixed".'
+        )
+    if treatment.own_counts:
+        logging.warning(
+            "optimizer() uses %s. A schedule that is given to it goes by updates, and so ends late if the "
+            "batch grows; a constant is right. Put the schedule behind it: "
+            "optax.chain(tx, optax.scale_by_schedule(schedule)).",
+            " and ".join(treatment.own_counts),
         )
 
 
