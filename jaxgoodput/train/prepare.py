@@ -174,8 +174,9 @@ def prepare(
     if restored is None:
         with trying():
             try_loss(setup, beginning.engine, beginning.state, beginning.plan)
-    with trying():
-        try_state(setup, beginning.engine, beginning.state, resumed=restored is not None)
+    if kept is None:  # else it was tried when these processes began
+        with trying():
+            try_state(setup, beginning.engine, beginning.state, resumed=restored is not None)
     evaluator = _evaluation(setup, beginning, tables, ledger)
     values = _value_checks(beginning, ledger)
     strategies, compile_s = _compile_first(setup, beginning, evaluator, values, stack, ledger)
