@@ -94,8 +94,8 @@ def _stated(source: Source) -> str | None:
     if found is None or (isinstance(found, str | int) and not isinstance(found, bool)):
         return None if found is None else str(found)
     raise TypeError(
-        f"{type(dataset).__name__}.fingerprint is a {type(found).__name__}. It tells this data set from others "
-        "when a run resumes: return a string or a whole number, or give the attribute another name."
+        f"{type(dataset).__name__}.fingerprint is a {type(found).__name__}. It tells this data set from "
+        "others when a run resumes: return a string or a whole number, or give the attribute another name."
     )
 
 
