@@ -31,13 +31,10 @@ from jaxgoodput.observe.console import Console
 from jaxgoodput.observe.tensorboard import Dashboard
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.parallel.place import Place
-from jaxgoodput.train.checkpoint import (
-    CheckpointMeta,
-    Checkpoints,
-    RestoredCheckpoint,
-    initial_leaves,
-    require_best,
-)
+from jaxgoodput.train.checkpoints.meta import CheckpointMeta
+from jaxgoodput.train.checkpoints.retention import require_best
+from jaxgoodput.train.checkpoints.saved import RestoredCheckpoint, initial_leaves
+from jaxgoodput.train.checkpoints.writer import Checkpoints
 from jaxgoodput.train.compile_ahead import StrategyCompiler
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import Requests

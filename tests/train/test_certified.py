@@ -23,7 +23,8 @@ from jaxgoodput.engine.engine import Engines
 from jaxgoodput.engine.state import Variables
 from jaxgoodput.observe.events import Checkpoint, StepEnd
 from jaxgoodput.parallel.strategy import Strategy
-from jaxgoodput.train.checkpoint import Checkpoints, SavedCheckpoint
+from jaxgoodput.train.checkpoints.saved import SavedCheckpoint
+from jaxgoodput.train.checkpoints.writer import Checkpoints
 from jaxgoodput.train.control import Diverged
 from jaxgoodput.train.start import value_checks
 from jaxgoodput.train.start.lost_values import Origin, any_not_finite, floats

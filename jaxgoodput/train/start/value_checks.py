@@ -21,7 +21,7 @@ from jaxgoodput.engine.rows import RowPrograms
 from jaxgoodput.engine.state import TrainState, host_copy, split
 from jaxgoodput.engine.step import SMALL
 from jaxgoodput.parallel.strategy import Layout
-from jaxgoodput.train.checkpoint import CheckpointMeta
+from jaxgoodput.train.checkpoints.meta import CheckpointMeta
 from jaxgoodput.train.start.lost_values import (
     Origin,
     any_lost,
