@@ -13,7 +13,7 @@ from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.console import starting
 from jaxgoodput.observe.events import HostJudged
 from jaxgoodput.parallel.place import place, replicas_of_group
-from jaxgoodput.train.checkpoint import Checkpoints
+from jaxgoodput.train.checkpoints.writer import Checkpoints
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import (
     BatchWish,
