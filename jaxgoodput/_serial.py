@@ -74,9 +74,19 @@ class Remedy(FieldNote):
     text: str
 
 
+@dataclass(frozen=True)
+class Endless(FieldNote):
+    """The end of an error about an infinite number: what has no limit instead."""
+
+    text: str
+
+
+PRACTICALLY = Endless("For practically no limit write 1000000000.")
+_YEARS = Endless("For practically no limit write 1e9, about 32 years.")
+
 Positive = Annotated[float, Range("above 0", above=0)]
 NotNegative = Annotated[float, Range("of at least 0", least=0)]
-Seconds = Annotated[float, Range("of seconds, above 0", above=0)]
+Seconds = Annotated[float, Range("of seconds, above 0", above=0), _YEARS]
 Share = Annotated[float, Range("from 0 to below 1 (a share)", least=0, below=1)]
 InnerShare = Annotated[float, Range("between 0 and 1 (a share)", above=0, below=1)]
 Count = Annotated[int, Range("of at least 1", least=1)]
@@ -325,6 +335,12 @@ def shortened(value: Any) -> str:
         return f"a {type(value).__name__} (whose repr raises {type(error).__name__})"
 
 
+def path_in_words(path: Any) -> str:
+    """Return a path for an error: whole, because it is there to be copied, unless none can be so long."""
+    text = repr(str(path))
+    return text if len(text) <= 4096 else shortened(str(path))  # the longest that Linux takes
+
+
 # -- what was meant ------------------------------------------------------------------------------------
 
 _SECONDS = {"ms": 1e-3, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
@@ -340,10 +356,28 @@ def _remedy(value: Any, kind: Any, where: str) -> str:
         return f"Write {shortened(guess)}."
     if (choice := _nearest(value, leaves)) is not None:
         return f'Did you mean "{choice}"?'
+    number = _unbounded(value) if {int, float} & set(leaves) else 0.0
+    if number == math.inf and (endless := [x.text for x in notes if isinstance(x, Endless)]):
+        return endless[0]
+    if math.isnan(number):
+        return "NaN is no number: look at what it was computed from, or leave the setting out."
     written = [note.text for note in notes if isinstance(note, Remedy)]
     if isinstance(value, bool) and {int, float} & set(leaves):
         written.append("A bool is not a number.")
+    if math.isinf(number):
+        written.append("Write a finite number, or leave the setting out for its default.")
     return next(iter(written), "")
+
+
+def _unbounded(value: Any) -> float:
+    """Return the infinite number or NaN that a value, or a text, stands for; 0 for any other value."""
+    if isinstance(value, bool) or not isinstance(value, str | numbers.Real) or _is_span(value):
+        return 0.0
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return 0.0
+    return 0.0 if math.isfinite(number) else number
 
 
 def _nearest(value: Any, leaves: Sequence[Any]) -> str | None:
