@@ -76,7 +76,7 @@ class Problem:
     preconditioned: bool = False
     """Whether noise is measured in the coordinates of the optimizer's preconditioner."""
     moments: tuple[MomentConstants, ...] = ()
-    """Constants of the preconditioner for each leaf that trains, which `probe.moment_constants(tx, params)`
+    """Constants of the preconditioner for each leaf that trains, which `Probe.moment_constants`
     finds; (): optax's defaults."""
     moves: tuple[bool, ...] = ()
     """Whether the optimizer ever changes a leaf, for each leaf that trains; (): it changes all. Noise is

@@ -138,7 +138,7 @@ def adaptive(
       done over the base batch size; use it if the run ends after a number of samples.
     * `second_moment_decay`, for `rules.adam_scale`: Adam's b2, or 1 for Adagrad, which keeps a sum. Not used
       with `LeafRules`, which have their own.
-    * `long_averages` (`probe.long_averages`): decays of the averages in the state of `tx` that are to forget
+    * `long_averages` (`Probe.long_averages`): decays of the averages in the state of `tx` that are to forget
       by progress (`memory`) instead of by updates.
     * `shrinks`: whether a batch below the base lowers the learning rate; a plain loop would not.
     * `seen`: selects the part of a gradient tree that noise is measured on; leaves that no update changes

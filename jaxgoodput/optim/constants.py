@@ -99,15 +99,10 @@ def _outputs(function: ClosedJaxpr | Jaxpr, arguments: Sequence[Value]) -> list[
 def _results(one: Any, inputs: list[Value]) -> list[Value]:
     """Return what is known of the results of one equation."""
     name = one.primitive.name
-    if name == "is_finite":
-        return [np.asarray(True)]
-    if name in ("eq", "ne") and one.invars[0] is one.invars[1]:  # whether it is a number
-        return [np.asarray(name == "eq")]
-    if name == "cond":
-        chosen = _chosen(inputs[0], one.params["branches"])
-        return _common([_outputs(branch, inputs[1:]) for branch in chosen])
-    if name == "select_n":
-        return _common([[case] for case in _chosen(inputs[0], inputs[1:])])
+    if name == "is_finite" or (name in ("eq", "ne") and one.invars[0] is one.invars[1]):
+        return [np.asarray(name != "ne")]  # whether it is a number
+    if name in ("cond", "select_n"):
+        return _of_choice(one, inputs)
     if name == "optimization_barrier":
         return list(inputs)
     if name in LOOPS:
@@ -118,6 +113,14 @@ def _results(one: Any, inputs: list[Value]) -> list[Value]:
     if len(one.outvars) != 1:
         return [None] * len(one.outvars)
     return [_result(one, name, inputs)]
+
+
+def _of_choice(one: Any, inputs: list[Value]) -> list[Value]:
+    """Return what is known of the results of a choice between functions or values."""
+    index, *given = inputs
+    if one.primitive.name == "select_n":
+        return _common([[case] for case in _chosen(index, given)])
+    return _common([_outputs(branch, given) for branch in _chosen(index, one.params["branches"])])
 
 
 def _of_loop(one: Any, inputs: list[Value]) -> list[Value]:

@@ -16,7 +16,7 @@ _ADAM_WARMUP = 5  # updates before a bias-corrected second moment is trusted (Ad
 
 @dataclass(frozen=True)
 class MomentConstants:
-    """The constants of an optimizer that divides by a second moment; `probe.moment_constants` finds them."""
+    """The constants of an optimizer that divides by a second moment; `Probe.moment_constants` finds them."""
 
     b2: float = 0.999
     """Share of the second moment that is kept per update."""
@@ -41,7 +41,7 @@ def preconditioner(
     because 1 / eps would outweigh everything else.
 
     optax stores neither b2 nor eps in its state, so pass yours, or `by_leaf` if leaves differ
-    (`probe.moment_constants` finds them). If `inject_hyperparams` holds them, its values are used instead.
+    (`Probe.moment_constants` finds them). If `inject_hyperparams` holds them, its values are used instead.
     (adamax stores a maximum under adam's name and is not supported.)
     """
     found: dict[Any, Array] = {}

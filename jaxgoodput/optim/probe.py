@@ -32,7 +32,7 @@ NUM_ALTERNATING = 40
 NUM_NOISY, NUM_RUNS = 256, 16  # updates of a probe with noise, and its repetitions
 START = 0.1  # parameters of most probes; not 0, because some optimizers scale their steps by them
 CUTS = (1, 8, 128)  # lengths at most of the axes of probed leaves
-MAX_ELEMENTS = 2**16  # of all leaves with shapes of their own together, where shapes matter
+MAX_ELEMENTS = 2**16  # of all different shapes together, if shapes matter
 
 # Runs of the main probe: places in `_entries`.
 _PLUS, _MINUS, _TWICE, _MINUS_TWICE = range(4)
@@ -326,7 +326,7 @@ class Probe:
         return np.stack(moments, axis=1)
 
     def _divisors(self, moments: Sequence[MomentConstants], count: int) -> np.ndarray:
-        """Return what divides each leaf's gradient after many updates; 1 where nothing does."""
+        """Return what divides each leaf's gradient after many updates; 1 if nothing does."""
         folded, found = self._folded, self._outcome(count)
         if folded is None or found is None:
             return np.ones(self._num_leaves)
