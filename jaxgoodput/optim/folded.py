@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
@@ -115,7 +116,7 @@ class Numbering:
     def _constant(self, value: Any, aval: Any = None) -> int:
         is_array = isinstance(value, np.ndarray | jax.Array | np.generic)
         is_key = is_array and jnp.issubdtype(value.dtype, jax.dtypes.extended)
-        if isinstance(value, jax.core.Tracer) or is_key or np.size(value) > _LARGE:
+        if isinstance(value, Tracer) or is_key or np.size(value) > _LARGE:
             key: Any = id(value)
         else:
             array = np.asarray(value, None if aval is None else aval.dtype)

@@ -138,16 +138,15 @@ class Probe:
         >>> Probe.of(tx, dict(a=jnp.zeros(3), b=jnp.zeros(3))).step_sizes().round(4)
         array([0.2 , 0.01])
         """
-        if by_size is None:
-            covered = np.array([x is not None for x in covers(self._real.state, self._real.params)])
-            by_size = ~covered & (self.normalises() == 1)
+        covered = np.array([x is not None for x in covers(self._real.state, self._real.params)])
+        is_by_size = ~covered & (self.normalises() == 1) if by_size is None else by_size
         if moments is None:
             moments = self.moment_constants()
         entry = _entry(NORM, self._num_leaves)
         found = []
         for count in counts or (self.count,):
             moved = self._both_ways(_PLUS, _MINUS, slice(-1, None), count) / entry
-            found.append(moved * np.where(by_size, entry, self._divisors(moments, count)))
+            found.append(moved * np.where(is_by_size, entry, self._divisors(moments, count)))
         return np.max(found, axis=0) * self._shape_factors()
 
     def averages_parameters(self) -> bool:

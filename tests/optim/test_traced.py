@@ -269,11 +269,15 @@ def test_a_wrapper_that_lets_every_update_through_means_no_number_of_them(
     wrapper, optimizer, outer, k
 ):
     """Proven by the trace, however the 1 is written; the schedule inside then goes by progress."""
+
+    def late(step: Any) -> Any:
+        return 1 + (k - 1) * (step > 5)
+
     large = functools.partial(optax.skip_large_updates, max_squared_norm=1.0)
     inner = optax.sgd(SCHEDULE) if optimizer == "sgd" else optax.adamw(SCHEDULE)
     made = {
         "MultiSteps": lambda: optax.MultiSteps(inner, k),
-        "as a function": lambda: optax.MultiSteps(inner, lambda step: 1 + (k - 1) * (step > 5)),
+        "as a function": lambda: optax.MultiSteps(inner, late),
         "skipping": lambda: optax.MultiSteps(inner, k, should_skip_update_fn=optax.skip_not_finite),
         "by size": lambda: optax.MultiSteps(inner, k, should_skip_update_fn=large),
         "apply_every": lambda: optax.chain(inner, optax.apply_every(k)),
