@@ -201,7 +201,7 @@ def test_equal_leaves_are_checked_together_and_told_apart(data):
     values = [np.full(leaves[path].shape, 3e38, np.float32) for path in groups[0]]
     for number in bad:  # one infinity must not make up for another
         values[number][0] = data.draw(st.sampled_from(BAD))
-    assert bool(any_not_finite(values)) == bool(bad)
+    assert bool(any_not_finite([*map(jnp.asarray, values)])) == bool(bad)
 
 
 class Many(Mean):
@@ -257,7 +257,7 @@ def test_a_look_between_saves_does_no_more_in_python_for_more_leaves(tmp_path):
         counts.append(loop.seen[-1])
     assert counts[0] == counts[1]
     looked, read, idle = counts[0]
-    assert idle <= 5 < looked < 200 and read < 200
+    assert idle < min(looked, read)
 
 
 # -- runs --------------------------------------------------------------------------------------------
