@@ -335,6 +335,12 @@ def shortened(value: Any) -> str:
         return f"a {type(value).__name__} (whose repr raises {type(error).__name__})"
 
 
+def path_in_words(path: Any) -> str:
+    """Return a path for an error: whole, because it is there to be copied, unless none can be so long."""
+    text = repr(str(path))
+    return text if len(text) <= 4096 else shortened(str(path))  # the longest that Linux takes
+
+
 # -- what was meant ------------------------------------------------------------------------------------
 
 _SECONDS = {"ms": 1e-3, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
