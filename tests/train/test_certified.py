@@ -225,7 +225,7 @@ class Looking(InStep):
     def _dispatch(self, batch):
         super()._dispatch(batch)
         certifier = self._saver.certifier
-        looked = num_calls(certifier.look)
+        looked, read = num_calls(certifier.look), 0
         while certifier.is_looking:
             jax.block_until_ready(certifier._glances)
             read = num_calls(certifier.stepped)
@@ -467,7 +467,7 @@ def test_an_error_of_the_user_s_code_stays_the_cause_of_diverged(tmp_path, where
     loop = spoiling(".params['w']", (1,), np.nan, at=4)
     with pytest.raises(Diverged, match=r"params\['w'\]") as ended:
         own_errors(tmp_path, loop)[where]().fit()
-    chain = [ended.value]
+    chain: list[BaseException] = [ended.value]
     while (error := chain[-1].__cause__) is not None:
         chain.append(error)
     assert any(isinstance(error, Own) for error in chain), chain
