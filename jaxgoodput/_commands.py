@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from jaxgoodput._serial import number_in, path_in_words, shortened
+from jaxgoodput._fields.typed import number_in, path_in_words, shortened
 
 DONE, USAGE = 0, 2  # exit codes
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from jaxgoodput._serial import Count, Endless, Remedy, typed
+from jaxgoodput._fields.typed import Count, Endless, Remedy, typed
 from jaxgoodput.goodput.efficiency import efficiency
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import (

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 
-from jaxgoodput._serial import (
+from jaxgoodput._fields.serial import decode, parse
+from jaxgoodput._fields.typed import (
     PRACTICALLY,
     Count,
     CountOrZero,
@@ -22,11 +23,9 @@ from jaxgoodput._serial import (
     Seconds,
     Share,
     annotations,
-    decode,
     field_names,
     fit,
     meant,
-    parse,
     refusal,
     typed,
 )

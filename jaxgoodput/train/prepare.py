@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from jaxgoodput import _serial
+from jaxgoodput._fields import serial
 from jaxgoodput._jax import trying
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.fingerprint import Fingerprint, fingerprint
@@ -454,7 +454,7 @@ def _observe(
         stack.callback(console.close)
         hooks.append(console)
     path = pathlib.Path(config.workdir) / "config.json"
-    path.write_text(json.dumps(_serial.encode(config), indent=2) + "\n")
+    path.write_text(json.dumps(serial.encode(config), indent=2) + "\n")
     return restart, (*hooks, *users)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgoodput._serial import decode, encode
+from jaxgoodput._fields.serial import decode, encode
 from jaxgoodput.data.fingerprint import Fingerprint, fingerprint
 from jaxgoodput.data.sources import as_source
 

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from problems import Counting, Evaluated, InStep, Mean, Recorder, config, counting_config, same
 
 from jaxgoodput import _disk
-from jaxgoodput._serial import encode
+from jaxgoodput._fields.serial import encode
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.sources import abstract_sample, as_source
 from jaxgoodput.engine.engine import Engines

@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from jaxgoodput._serial import loads, path_in_words
+from jaxgoodput._fields.serial import loads
+from jaxgoodput._fields.typed import path_in_words
 from jaxgoodput.cluster.published import traces
 from jaxgoodput.cluster.published.traces import TraceJob
 from jaxgoodput.cluster.simulate.conditions.due import read_deadlines, with_deadlines

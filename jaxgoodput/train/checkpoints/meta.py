@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from jaxgoodput._serial import decode, encode
+from jaxgoodput._fields.serial import decode, encode
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.fingerprint import Fingerprint
 from jaxgoodput.data.sources import StreamState

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from jaxgoodput import _disk
-from jaxgoodput._serial import decode
+from jaxgoodput._fields.serial import decode
 from jaxgoodput.engine import saved as on_disk
 from jaxgoodput.engine.saved import Keys, keys_of, named
 from jaxgoodput.engine.state import TrainState, Variables
