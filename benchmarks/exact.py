@@ -13,10 +13,11 @@ import pathlib
 import sys
 import tempfile
 
-HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "tests" / "exact")]
+TESTS = pathlib.Path(__file__).resolve().parent.parent / "tests"
+sys.path[:0] = [str(TESTS / "exact"), str(TESTS / "support"), str(TESTS)]
 
-import jax  # noqa: E402
+# As the tests compute: eight devices, and one folder of compiled programs.
+import conftest  # noqa: E402, F401
 from absl import app, flags, logging  # noqa: E402
 
 FLAGS = flags.FLAGS
@@ -26,8 +27,6 @@ flags.DEFINE_bool("details", False, "Print what each cell says that is not equal
 
 
 def main(_):
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
     logging.set_verbosity(logging.ERROR)
     from exact_bench import outcome
     from exact_columns import COLUMNS

@@ -22,7 +22,7 @@ import numpy as np
 import optax
 
 from jaxgoodput.goodput.search import BatchLimits
-from jaxgoodput.train.checkpoint import load
+from jaxgoodput.train.checkpoints.saved import load
 from jaxgoodput.train.config import Config, Execution, Reporting
 from jaxgoodput.train.trainer import Trainer
 

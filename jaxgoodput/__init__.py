@@ -104,7 +104,7 @@ _NAMES = {
     "optim.noise": "NoiseSample value_grad_and_noise",
     "parallel.pipeline": "bubble_fraction pipeline",
     "parallel.strategy": "Layout Strategy candidates",
-    "train.checkpoint": "FromCheckpoint load",
+    "train.checkpoints.saved": "FromCheckpoint load",
     "train.config": "Config Evaluation Execution Reporting Saving Statistics Tuning with_overrides",
     "train.control": "Diverged NotSaved PeerLost Preempted",
     "train.trainer": "Trainer",

@@ -49,8 +49,8 @@ from jaxgoodput.parallel.pipeline import pipeline as pipeline
 from jaxgoodput.parallel.strategy import Layout as Layout
 from jaxgoodput.parallel.strategy import Strategy as Strategy
 from jaxgoodput.parallel.strategy import candidates as candidates
-from jaxgoodput.train.checkpoint import FromCheckpoint as FromCheckpoint
-from jaxgoodput.train.checkpoint import load as load
+from jaxgoodput.train.checkpoints.saved import FromCheckpoint as FromCheckpoint
+from jaxgoodput.train.checkpoints.saved import load as load
 from jaxgoodput.train.config import Config as Config
 from jaxgoodput.train.config import Evaluation as Evaluation
 from jaxgoodput.train.config import Execution as Execution

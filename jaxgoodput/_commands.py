@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from jaxgoodput._serial import number_in, shortened
+from jaxgoodput._fields.typed import number_in, path_in_words, shortened
 
 DONE, USAGE = 0, 2  # exit codes
 
@@ -179,9 +179,9 @@ def file(text: str) -> pathlib.Path:
         is_folder = stat.S_ISDIR(path.stat().st_mode)
     except (OSError, ValueError) as error:  # ValueError: a character that no name has
         why = error.strerror if isinstance(error, OSError) else "no name has these characters"
-        raise argparse.ArgumentTypeError(f"{shortened(text)} cannot be read: {why}") from None
+        raise argparse.ArgumentTypeError(f"{path_in_words(text)} cannot be read: {why}") from None
     if is_folder:
-        raise argparse.ArgumentTypeError(f"{shortened(text)} is a folder; name a file")
+        raise argparse.ArgumentTypeError(f"{path_in_words(text)} is a folder; name a file")
     return path
 
 
@@ -197,9 +197,9 @@ def folder(text: str) -> pathlib.Path:
             is_folder = False
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else "no name has these characters"
-            raise argparse.ArgumentTypeError(f"{shortened(text)} is no folder: {why}") from None
+            raise argparse.ArgumentTypeError(f"{path_in_words(text)} is no folder: {why}") from None
         if not is_folder:
-            raise argparse.ArgumentTypeError(f"{place} is a file; name a folder")
+            raise argparse.ArgumentTypeError(f"{path_in_words(place)} is a file; name a folder")
         break
     return path
 

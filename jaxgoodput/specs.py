@@ -1,4 +1,4 @@
-"""Jobs, devices and allocations as frozen values without devices; `_serial` reads and writes them as JSON.
+"""Jobs, devices and allocations as frozen values without devices; `serial` makes JSON of them.
 
 A *kind* is a type of device ("h200"). A *shape* says how many devices of one kind a job gets and over how
 many nodes; an *allocation* says which devices.

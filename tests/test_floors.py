@@ -14,7 +14,7 @@ FLOORS = (
         "_hash",
         "_lazy",
         "_pytree",
-        "_serial",
+        "_fields",
         "_wire",
         "_worker",
         "text",

@@ -11,7 +11,7 @@ import synthetic
 from problems import config
 
 from jaxgoodput import cli
-from jaxgoodput._serial import dumps
+from jaxgoodput._fields.serial import dumps
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.cluster.simulate import commands as simulate_commands
 from jaxgoodput.launcher import local, plan, supervise

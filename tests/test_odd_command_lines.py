@@ -170,3 +170,14 @@ def test_an_odd_value_names_its_option(call):
 @pytest.mark.parametrize("name", USUAL)
 def test_every_odd_value_names_its_option(call, name):
     check(call, [case for case in CASES if case[0] == name])
+
+
+@pytest.mark.parametrize("depth", [1, 4, 12])
+@pytest.mark.parametrize(
+    "line", ["simulate --policy goodput --workload", "simulate --workload synthetic:2 --cluster"]
+)
+def test_a_path_is_named_whole_however_long(capsys, tmp_path, line, depth):
+    """A user copies it from the message."""
+    path = tmp_path.joinpath(*["a folder of a long name"] * depth, "absent")
+    assert cli.main([*line.split(), str(path)]) in (1, 2)
+    assert str(path) in capsys.readouterr().err

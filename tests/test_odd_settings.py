@@ -15,6 +15,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import typing
 
 import jax.numpy as jnp
@@ -217,6 +218,31 @@ def test_every_odd_value_of_every_field(cls):
             if wrong:
                 found.append(f"{name}={shown(value)}: {wrong}")
     assert not found, "\n".join(found[:20]) + f"\n{len(found)} of {tried}"
+
+
+UNBOUNDED = (math.inf, -math.inf, math.nan, np.float32("inf"), "inf", "nan", "-Infinity")
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_number_without_bound_is_refused_with_what_to_write_instead(cls):
+    tried = 0
+    for made, name, kind in FIELDS:
+        if made is not cls or not any(is_of(x, kind, name) for x in (3, 0.5)):
+            continue
+        for value in UNBOUNDED:
+            given = {**NEEDED.get(cls, {}), name: value}
+            if name == "epochs":
+                given.pop("base_steps")
+            with pytest.raises(ValueError, match=name) as refused:
+                cls(**given)
+            said = str(refused.value)
+            advice = said.partition("; got ")[2].partition(". ")[2]
+            assert len(advice) > 15, said
+            instead = [int(float(x)) for x in re.findall(r"write ([\d.e]*\d)", advice)]
+            for number in [*instead, *[None] * ("None" in advice)]:
+                assert getattr(cls(**{**given, name: number}), name) == number, said
+            tried += 1
+    assert tried or not any(made is cls and is_of(3, kind, name) for made, name, kind in FIELDS)
 
 
 def test_the_values_are_ten_thousand():

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxgoodput._serial import decode, dumps, encode, loads
+from jaxgoodput._fields.serial import decode, dumps, encode, loads
 from jaxgoodput.cluster.simulate.settings import Pin, Settings
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.goodput.search import BatchConfig

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxgoodput._serial import dumps, loads
+from jaxgoodput._fields.serial import dumps, loads
 from jaxgoodput.specs import (
     Allocation,
     ClusterSpec,

@@ -14,7 +14,7 @@ import ssl
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
-from jaxgoodput._serial import decode, encode
+from jaxgoodput._fields.serial import decode, encode
 
 T = TypeVar("T")
 

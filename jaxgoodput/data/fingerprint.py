@@ -30,6 +30,8 @@ class Fingerprint:
     """Digest of samples at fixed places; None if they differ from read to read (random augmentation)."""
     whole: str | None = None
     """Digest of all samples, in their order; None for anything but arrays of at most `WHOLE_BYTES`."""
+    stated: str | None = None
+    """What the data set says of its own version; None if it does not."""
     shuffle: bool | None = None
     """Whether every epoch has its own order; None if it is not known, or the data set has no end."""
 
@@ -37,6 +39,8 @@ class Fingerprint:
         """Describe how `other` differs from this data set; None if no difference is known."""
         if self.num_samples != other.num_samples:
             return f"has {_in_words(other.num_samples)} instead of {_in_words(self.num_samples)}"
+        if None not in (self.stated, other.stated) and self.stated != other.stated:
+            return f"has the fingerprint {other.stated!r} instead of {self.stated!r}"
         pairs = ((self.content, other.content), (self.whole, other.whole))
         if all(None in pair or pair[0] == pair[1] for pair in pairs):
             return None
@@ -53,15 +57,17 @@ def fingerprint(
 
     Reads eight samples, one at a time and each twice, since samples that are augmented at random cannot be
     compared. Arrays of at most `WHOLE_BYTES` are also digested whole. An endless source is not read,
-    because a stream's samples would be lost. `again` makes each
-    read, and may repeat it (`readers.Attempts`). Raises what reading a sample raises.
+    because a stream's samples would be lost. If the user's data set has an attribute
+    or a method `fingerprint`, its text or number is a part of the fingerprint. `again` makes each read, and
+    may repeat it (`readers.Attempts`). Raises what reading a sample raises.
 
     >>> from jaxgoodput.data.sources import as_source
     >>> fingerprint(as_source(np.arange(10))).difference(fingerprint(as_source(np.arange(11))))
     'has 11 samples instead of 10 samples'
     """
+    stated = _stated(source)
     if is_endless(source):
-        return Fingerprint(num_samples=len(source))
+        return Fingerprint(num_samples=len(source), stated=stated)
     places = np.unique(np.linspace(0, len(source) - 1, NUM_READ).astype(np.int64))
 
     def content() -> str:
@@ -75,7 +81,21 @@ def fingerprint(
         num_samples=len(source),
         content=once if once == twice else None,
         whole=_whole(source) if type(source) is ArraySource else None,
+        stated=stated,
         shuffle=shuffle,
+    )
+
+
+def _stated(source: Source) -> str | None:
+    """Return what the user's data set has or returns as `fingerprint`; None if there is no such name."""
+    dataset = source if source.dataset is None else source.dataset
+    found = getattr(dataset, "fingerprint", None)
+    found = found() if callable(found) else found
+    if found is None or (isinstance(found, str | int) and not isinstance(found, bool)):
+        return None if found is None else str(found)
+    raise TypeError(
+        f"{type(dataset).__name__}.fingerprint is a {type(found).__name__}. It tells this data set from "
+        "others when a run resumes: return a string or a whole number, or give the attribute another name."
     )
 
 

@@ -38,6 +38,9 @@ class Source(abc.ABC):
     `batch` is called by the loader's thread, one call at a time.
     """
 
+    dataset: Any = None
+    """The user's own object, if this reads one."""
+
     @abc.abstractmethod
     def __len__(self) -> int:
         """Return the number of samples, which must not change."""
@@ -137,7 +140,7 @@ class SequenceSource(Source):
                 f"A dataset needs random access, but {type(dataset).__name__} has no "
                 f"{' and no '.join(missing)}. {KINDS}"
             )
-        self._dataset = dataset
+        self.dataset = dataset
         self._indexing = indexing
         self._size = len(dataset)
         self._takes_epochs = takes_epochs
@@ -163,12 +166,12 @@ class SequenceSource(Source):
             pairs = zip(indices.tolist(), epochs.tolist(), strict=True)
             return self.stacked([self.sample(index, epoch) for index, epoch in pairs], indices)
         if self._indexing == "array":
-            rows = _read(lambda: self._dataset[indices], indices)
+            rows = _read(lambda: self.dataset[indices], indices)
             return _checked_rows(rows, len(indices))
-        items = list(_read(lambda: self._dataset.__getitems__(indices.tolist()), indices))
+        items = list(_read(lambda: self.dataset.__getitems__(indices.tolist()), indices))
         if len(items) != len(indices):
             raise ValueError(
-                f"{type(self._dataset).__name__}.__getitems__ returned {len(items)} items for "
+                f"{type(self.dataset).__name__}.__getitems__ returned {len(items)} items for "
                 f"{len(indices)} indices. It must return one item per index, in their order."
             )
         return self.stacked(items, indices)
@@ -186,8 +189,8 @@ class SequenceSource(Source):
 
     def _item(self, index: int, epoch: int) -> Any:
         if self._takes_epochs:
-            return self._dataset.item_of_epoch(index, epoch)
-        return self._dataset[index]
+            return self.dataset.item_of_epoch(index, epoch)
+        return self.dataset[index]
 
 
 class GrainSource(SequenceSource):
@@ -205,7 +208,7 @@ class GrainSource(SequenceSource):
     """Recommended number of reading threads: the default of grain's own `ReadOptions`."""
 
     def _item(self, index: int, epoch: int) -> Any:
-        return self._dataset[index if is_endless(self) else epoch * len(self) + index]
+        return self.dataset[index if is_endless(self) else epoch * len(self) + index]
 
     def sample(self, index: int, epoch: int) -> Any:
         """Return one item, augmented for its epoch."""
@@ -265,7 +268,7 @@ class StreamSource(Source):
 
     def __init__(self, stream: Any):
         self._name = type(stream).__name__
-        self._stream = stream
+        self.dataset = stream
         self._iterator = iter(stream)
         self._owner, self._methods = self._stateful()
         self._items: dict[int, Any] = {}  # by place, in this order: read, but not released
@@ -280,7 +283,7 @@ class StreamSource(Source):
 
     def _stateful(self) -> tuple[Any, tuple[str, str]]:
         """Return the object that has the state, and the names of its methods."""
-        found = [(self._iterator, names) for names in METHODS] + [(self._stream, METHODS[1])]
+        found = [(self._iterator, names) for names in METHODS] + [(self.dataset, METHODS[1])]
         for owner, names in found:
             if all(hasattr(owner, name) for name in names):
                 return owner, names
@@ -376,7 +379,7 @@ class StreamSource(Source):
                     f"must set the stream back to any state that {get}() returned."
                 ) from error
             if self._owner is not self._iterator:
-                self._iterator = iter(self._stream)
+                self._iterator = iter(self.dataset)
             self._items, self._next, self._released = {}, saved.place, saved.place
             with self._lock:
                 self._states, self._failed = [saved], None

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from jaxgoodput._serial import Count, Remedy, typed
+from jaxgoodput._fields.typed import Count, Endless, Remedy, typed
 from jaxgoodput.goodput.efficiency import efficiency
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import (
@@ -63,7 +63,7 @@ class BatchLimits:
 
     base: Annotated[Count, Remedy(_BASE)]
     """Global batch size that the learning rate was tuned for."""
-    max: Count
+    max: Annotated[Count, Endless("Give the largest batch that you allow, such as 64 times base.")]
     """Largest global batch size."""
     micro: Annotated[tuple[Count, Count], Remedy(_MICRO)] | None = None
     """Smallest and largest micro-batch, in samples per replica; None for any that fits into memory."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxgoodput._serial import decode
+from jaxgoodput._fields.serial import decode
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.goodput.efficiency import Grad, GradParams
 from jaxgoodput.goodput.fit import PerfFit, StepTimings
@@ -111,7 +111,8 @@ class StepEnd(Event):
     seconds: float | None
     """Time since the completion of the step before; None if this step is not timed."""
     metrics: Mapping[str, float]
-    """`loss`, `grad_norm`, `gain` and so on, and the user's own scalars."""
+    """`loss`, `grad_norm`, `gain` and so on, and the user's own scalars. Loss and norm of a batch without
+    weight are unknown, NaN."""
 
 
 @dataclass(frozen=True, kw_only=True)

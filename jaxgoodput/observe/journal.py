@@ -23,7 +23,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from absl import logging
 
-from jaxgoodput._serial import decode, encode, parse
+from jaxgoodput._fields.serial import decode, encode, parse
 from jaxgoodput.clock import Clock
 from jaxgoodput.observe import events
 from jaxgoodput.observe.badput import SavedLedger, TimeLedger

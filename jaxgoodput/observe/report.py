@@ -20,7 +20,7 @@ from rich.bar import Bar
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from jaxgoodput._serial import encode
+from jaxgoodput._fields.serial import encode
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.observe import journal
 from jaxgoodput.observe.badput import BUCKETS, PRODUCTIVE

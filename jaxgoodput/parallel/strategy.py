@@ -24,7 +24,7 @@ from flax.core.spmd import logical_axis_rules
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxgoodput._serial import Conversion, typed
+from jaxgoodput._fields.typed import Conversion, typed
 
 DATA_AXIS, FSDP_AXIS, TENSOR_AXIS = "data", "fsdp", "tensor"
 CONTEXT_AXIS, EXPERT_AXIS, STAGE_AXIS = "context", "expert", "stage"

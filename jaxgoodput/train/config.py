@@ -8,9 +8,12 @@ from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 
-from jaxgoodput._serial import (
+from jaxgoodput._fields.serial import decode, parse
+from jaxgoodput._fields.typed import (
+    PRACTICALLY,
     Count,
     CountOrZero,
+    Endless,
     Folder,
     InnerShare,
     NotNegative,
@@ -20,11 +23,9 @@ from jaxgoodput._serial import (
     Seconds,
     Share,
     annotations,
-    decode,
     field_names,
     fit,
     meant,
-    parse,
     refusal,
     typed,
 )
@@ -38,6 +39,9 @@ _LIMITS = (
 )
 _WHOLE_PASSES = "Use base_steps to end a run within a pass."
 _SCHEDULE = "A schedule of batches is such as {0: 256, 0.03: 512}."
+_FIXED = 'For a constant batch use policy="fixed".'
+_NO_LIMIT = Endless("None sets no limit.")
+_UNTIL_STOPPED = Endless("To train until the run is stopped write 1000000000.")
 _RULE = "Pass a function, such as jg.rules.linear."
 
 
@@ -46,19 +50,17 @@ _RULE = "Pass a function, such as jg.rules.linear."
 class Tuning:
     """Conditions for changing the batch and the strategy."""
 
-    min_gain: NotNegative = 0.05
+    min_gain: Annotated[NotNegative, Endless(_FIXED)] = 0.05
     """Smallest predicted gain in goodput, as a share, that justifies a change."""
-    dwell_steps: CountOrZero = 20
+    dwell_steps: Annotated[CountOrZero, PRACTICALLY] = 20
     """Minimum number of steps between two changes."""
-    max_growth: Annotated[
-        float, Range("above 1", above=1), Remedy('For a constant batch use policy="fixed".')
-    ] = 4.0
+    max_growth: Annotated[float, Range("above 1", above=1), Remedy(_FIXED), PRACTICALLY] = 4.0
     """Largest factor by which one change may grow the global batch."""
-    warm_up_steps: CountOrZero = 10
+    warm_up_steps: Annotated[CountOrZero, PRACTICALLY] = 10
     """Number of steps before the first verdict."""
     every_s: Seconds = 5.0
     """Seconds between two verdicts, unless `every_steps` is reached first."""
-    every_steps: Count = 200
+    every_steps: Annotated[Count, PRACTICALLY] = 200
     """Steps between two verdicts, unless `every_s` is reached first."""
     accumulate: bool = True
     """Whether a batch may consist of several micro-batches per replica."""
@@ -81,7 +83,7 @@ class Tuning:
 class Statistics:
     """Measurement of the gradient noise, which decides the batch and the learning rate."""
 
-    every_steps: Count | None = None
+    every_steps: Annotated[Count, PRACTICALLY] | None = None
     """Steps between two measurements; None chooses the number by their cost."""
     overhead: Positive = 0.02
     """Largest share of the step time that measurements may cost."""
@@ -112,7 +114,7 @@ class Statistics:
 class Execution:
     """Compilation of steps, memory, and reading of data."""
 
-    memory_bytes: Count | None = None
+    memory_bytes: Annotated[Count, Endless("None is all that the device reports.")] | None = None
     """Memory of one device in bytes; None for the number that the device reports."""
     memory_margin: Share = 0.08
     """Share of the memory that is left free."""
@@ -169,7 +171,7 @@ class Evaluation:
 
     every_s: Seconds | None = None
     """Seconds between two evaluations."""
-    every_base_steps: Positive | None = None
+    every_base_steps: Annotated[Positive, _NO_LIMIT] | None = None
     """Base steps between two evaluations."""
     micro_batch_size: Count | None = None
     """Samples per replica at once; None for as many as with the base batch."""
@@ -185,11 +187,11 @@ class Saving:
 
     every_s: Seconds | None = 600.0
     """Seconds between two checkpoints; None for no limit."""
-    every_base_steps: Positive | None = None
+    every_base_steps: Annotated[Positive, _NO_LIMIT] | None = None
     """Base steps between two checkpoints; None for no limit."""
-    keep: Count = 3
+    keep: Annotated[Count, Endless("To keep practically all write 1000000000.")] = 3
     """Number of newest checkpoints that are kept; older ones are deleted."""
-    keep_every_base_steps: Positive | None = None
+    keep_every_base_steps: Annotated[Positive, _NO_LIMIT] | None = None
     """Base steps after which one more checkpoint is kept for good; None to keep none of them."""
     best: str | None = None
     """Evaluation metric whose best checkpoint is kept as well; None for none.
@@ -238,9 +240,9 @@ class Config:
     """Folder of checkpoints/, tensorboard/, compilation_cache/, config.json and goodput.jsonl."""
     batch: Annotated[BatchLimits, Remedy(_LIMITS)]
     """Batches that are allowed."""
-    base_steps: Positive | None = None
+    base_steps: Annotated[Positive, _UNTIL_STOPPED] | None = None
     """Length in base steps: the updates that the base batch would need. The last update may exceed it."""
-    epochs: Annotated[Count, Remedy(_WHOLE_PASSES)] | None = None
+    epochs: Annotated[Count, Remedy(_WHOLE_PASSES), _UNTIL_STOPPED] | None = None
     """Length in whole passes over the data, exact to the sample."""
     last_batch: Literal["smaller", "drop"] = "smaller"
     """Treatment of the samples left at the end of `epochs`.
@@ -295,7 +297,7 @@ class Config:
     statistics of training, and checkpoints hold it. An average in the optimizer's own chain would miss the
     learning-rate gain.
     """
-    max_skipped_in_a_row: Count = 10
+    max_skipped_in_a_row: Annotated[Count, PRACTICALLY] = 10
     """Number of consecutive updates skipped, as not finite or without weight, after which training stops."""
 
     tuning: Tuning = field(default_factory=Tuning)

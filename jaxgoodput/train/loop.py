@@ -17,7 +17,7 @@ import numpy as np
 from absl import logging
 from jaxtyping import Array
 
-from jaxgoodput import _serial
+from jaxgoodput._fields import serial
 from jaxgoodput._jax import looks_for
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.loader import StepBatch
@@ -134,7 +134,7 @@ class Loop:
                 device_kind=layout.mesh.devices.flat[0].device_kind,
                 num_devices=where.num_devices,
                 num_processes=where.process_count,
-                settings=_serial.encode(self.config),
+                settings=serial.encode(self.config),
                 at_s=self.clock.now(),
                 groups=now.engine.programs.param_groups,
             )

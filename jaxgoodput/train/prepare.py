@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from jaxgoodput import _serial
+from jaxgoodput._fields import serial
 from jaxgoodput._jax import trying
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.fingerprint import Fingerprint, fingerprint
@@ -31,13 +31,10 @@ from jaxgoodput.observe.console import Console
 from jaxgoodput.observe.tensorboard import Dashboard
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.parallel.place import Place
-from jaxgoodput.train.checkpoint import (
-    CheckpointMeta,
-    Checkpoints,
-    RestoredCheckpoint,
-    initial_leaves,
-    require_best,
-)
+from jaxgoodput.train.checkpoints.meta import CheckpointMeta
+from jaxgoodput.train.checkpoints.retention import require_best
+from jaxgoodput.train.checkpoints.saved import RestoredCheckpoint, initial_leaves
+from jaxgoodput.train.checkpoints.writer import Checkpoints
 from jaxgoodput.train.compile_ahead import StrategyCompiler
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import Requests
@@ -174,8 +171,9 @@ def prepare(
     if restored is None:
         with trying():
             try_loss(setup, beginning.engine, beginning.state, beginning.plan)
-    with trying():
-        try_state(setup, beginning.engine, beginning.state, resumed=restored is not None)
+    if kept is None:  # else it was tried when these processes began
+        with trying():
+            try_state(setup, beginning.engine, beginning.state, resumed=restored is not None)
     evaluator = _evaluation(setup, beginning, tables, ledger)
     values = _value_checks(beginning, ledger)
     strategies, compile_s = _compile_first(setup, beginning, evaluator, values, stack, ledger)
@@ -456,7 +454,7 @@ def _observe(
         stack.callback(console.close)
         hooks.append(console)
     path = pathlib.Path(config.workdir) / "config.json"
-    path.write_text(json.dumps(_serial.encode(config), indent=2) + "\n")
+    path.write_text(json.dumps(serial.encode(config), indent=2) + "\n")
     return restart, (*hooks, *users)
 
 

@@ -262,5 +262,7 @@ def _by_name(metrics: StepMetrics[float]) -> dict[str, float]:
         for f in dataclasses.fields(noise)
         if not f.name.startswith("group_")  # arrays, not numbers
     }
+    if not metrics.weight > 0:  # a mean over nothing
+        found |= {"loss": UNKNOWN, "grad_norm": UNKNOWN}
     found = {_NAMES.get(name, name): value for name, value in found.items()}
     return found | {f"aux/{name}": value for name, value in aux.items()}

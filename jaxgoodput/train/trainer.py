@@ -13,7 +13,7 @@ from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.console import starting
 from jaxgoodput.observe.events import HostJudged
 from jaxgoodput.parallel.place import place, replicas_of_group
-from jaxgoodput.train.checkpoint import Checkpoints
+from jaxgoodput.train.checkpoints.writer import Checkpoints
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import (
     BatchWish,
@@ -139,12 +139,16 @@ class Trainer(Task):
         Raises ValueError if rows of that step are not kept.
         """
         inputs = self._inputs()
-        if inputs.tables.plans:
-            return self._evaluate_with_tables(inputs, state)
-        if self._evaluator is None:
-            where = place(self.devices, self.config.strategies)
-            self._evaluator = evaluator_of(inputs, where)
-        return self._summary(self._evaluator, state)
+        with explaining("the evaluation"), jax.transfer_guard("allow"):
+            if inputs.tables.plans:
+                outputs = self._outputs_with_tables(inputs, state)
+            else:
+                if self._evaluator is None:
+                    where = place(self.devices, self.config.strategies)
+                    self._evaluator = evaluator_of(inputs, where)
+                outputs = self._evaluator(state)
+        summary = self.summarize(outputs)
+        return {name: float(value) for name, value in summary.items()}
 
     def _inputs(self) -> TaskInputs:
         """Return the task's methods, to be checked. Raises RuntimeError if nothing can be compiled."""
@@ -156,7 +160,7 @@ class Trainer(Task):
             )
         return TaskInputs(self, self.config, self.clock)
 
-    def _evaluate_with_tables(self, inputs: TaskInputs, state: TrainState) -> dict[str, float]:
+    def _outputs_with_tables(self, inputs: TaskInputs, state: TrainState) -> Any:
         where = place(self.devices, self.config.strategies, spanning=True)
         with contextlib.ExitStack() as stack:
             opener = stack.enter_context(
@@ -165,13 +169,7 @@ class Trainer(Task):
             tables = opener.of_step(int(state.step))
             for table in tables.values():
                 stack.callback(table.close)
-            return self._summary(evaluator_of(inputs, where, tables), state)
-
-    def _summary(self, evaluator: Evaluator, state: TrainState) -> dict[str, float]:
-        with explaining("the evaluation"), jax.transfer_guard("allow"):
-            outputs = evaluator(state)
-        summary = self.summarize(outputs)
-        return {name: float(value) for name, value in summary.items()}
+            return evaluator_of(inputs, where, tables)(state)
 
     @final
     def request_stop(self) -> None:

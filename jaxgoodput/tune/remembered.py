@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 from absl import logging
 
-from jaxgoodput import _serial
+from jaxgoodput._fields import serial
 from jaxgoodput.goodput.efficiency import GradGroups
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.optim.noise import MIN_SAMPLES
@@ -76,7 +76,7 @@ class Memory:
     def at(cls, path: pathlib.Path) -> "Memory":
         """Read a memory file. A file that this version cannot read is ignored, with a warning."""
         try:
-            return cls(path, _serial.loads(path.read_text(), ProgramMemory))
+            return cls(path, serial.loads(path.read_text(), ProgramMemory))
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
@@ -91,7 +91,7 @@ class Memory:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                beside.write_text(_serial.dumps(found))
+                beside.write_text(serial.dumps(found))
                 beside.replace(self.path)
             finally:
                 beside.unlink(missing_ok=True)

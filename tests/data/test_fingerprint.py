@@ -5,8 +5,10 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from jaxgoodput._serial import decode, encode
+from jaxgoodput._fields.serial import decode, encode
 from jaxgoodput.data.fingerprint import Fingerprint, fingerprint
 from jaxgoodput.data.sources import as_source
 
@@ -74,8 +76,56 @@ def test_samples_that_are_drawn_anew_say_nothing_but_their_number():
         assert drawn.difference(of(np.zeros((99, 2)))) is not None
 
 
+class Stated(Drawn):
+    """Says of itself which version it is."""
+
+    def __init__(self, fingerprint):
+        super().__init__()
+        self.fingerprint = fingerprint
+
+
+class StatedStream:
+    """A stream that says which version it is, in a method."""
+
+    def __init__(self, version):
+        self.version = version
+
+    def fingerprint(self):
+        return self.version
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return np.zeros(2)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize("kind", [Stated, StatedStream])
+@settings(max_examples=20, deadline=None)
+@given(st.tuples(*[st.none() | st.integers() | st.text(max_size=9)] * 2))
+def test_what_a_data_set_says_of_itself_is_compared(kind, stated):
+    found = of(kind(stated[0])).difference(of(kind(stated[1])))
+    known = [None if x is None else str(x) for x in stated]
+    if None in known or known[0] == known[1]:
+        assert found is None
+    else:
+        assert found == f"has the fingerprint {known[1]!r} instead of {known[0]!r}"
+
+
+@pytest.mark.parametrize("value", [1.5, True, b"a", ["a"]])
+def test_what_is_no_fingerprint_is_refused(value):
+    with pytest.raises(TypeError, match=r"Stated.fingerprint is a .*return a string"):
+        of(Stated(value))
+
+
 def test_it_comes_back_through_json():
-    for found in (of(rows()), of(Drawn())):
+    for found in (of(rows()), of(Drawn()), of(Stated("a"))):
         assert decode(json.loads(json.dumps(encode(found))), Fingerprint, "data") == found
 
 

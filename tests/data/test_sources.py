@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgoodput._serial import decode, encode
+from jaxgoodput._fields.serial import decode, encode
 from jaxgoodput.data.rows import check_same_kind, narrow
 from jaxgoodput.data.sources import (
     ArraySource,

@@ -12,6 +12,7 @@ REFUSED: Mapping[tuple[str, str], str] = {
     ("MultiSteps", "8 x base"): "only in every k-th update",
     ("skip_large_updates", "8 x base"): "only in every k-th update",
     ("apply_every", "8 x base"): "only in every k-th update",
+    ("sam", "8 x base"): "back and forth in turns",
     ("conditionally_transform", "8 x base"): "whose condition may count updates",
     ("counts, not declared", "2 replicas"): "adds up over samples",
     ("counts, not declared", "4 replicas"): "adds up over samples",

@@ -100,7 +100,7 @@ OF_CONTRIB = (
     _alone("mechanize", lambda: contrib.mechanize(optax.sgd(0.1), s_init=0.1)),
     _alone("momo", lambda: contrib.momo(0.5), extra=("value",)),
     _alone("momo_adam", lambda: contrib.momo_adam(0.02), extra=("value",)),
-    _alone("muon", lambda: contrib.muon(0.01)),
+    _alone("muon", lambda: contrib.muon(0.01), decays=(0.999,)),
     _alone("normalize", lambda: optax.chain(contrib.normalize(), optax.sgd(0.05))),
     _alone("prodigy", lambda: contrib.prodigy(estim_lr0=1e-3)),
     _alone(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxgoodput import _serial
+from jaxgoodput._fields import serial
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.observe.badput import BUCKETS, PRODUCTIVE, SavedLedger, TimeLedger
 
@@ -54,7 +54,7 @@ def test_a_ledger_continues_after_a_restart(first, second):
     clock, expected = FakeClock(5.0), dict.fromkeys([*BUCKETS, PRODUCTIVE], 0.0)
     ledger = TimeLedger(clock)
     play(first, ledger, clock, expected)
-    saved = _serial.loads(_serial.dumps(ledger.saved()), SavedLedger)
+    saved = serial.loads(serial.dumps(ledger.saved()), SavedLedger)
     clock.advance(1000.0)  # nothing runs
     ledger = TimeLedger(clock)
     ledger.continue_from(saved)

@@ -8,7 +8,7 @@ import pytest
 import synthetic
 from absl import logging
 
-from jaxgoodput._serial import encode
+from jaxgoodput._fields.serial import encode
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.console import Console, progress_line, starting
 from jaxgoodput.observe.events import EvalEnd, FitEnd, Preempt

@@ -12,7 +12,7 @@ import synthetic
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxgoodput import _serial
+from jaxgoodput._fields import serial
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.observe import hooks, journal
@@ -62,14 +62,14 @@ def test_every_record_reads_back(tmp_path, clock):
     assert [type(event) for event in read] == [type(event) for event in kept]
     for event, other in zip(kept, read, strict=True):
         if not isinstance(event, TuneEnd):
-            assert _serial.encode(other) == _serial.encode(event)
+            assert serial.encode(other) == serial.encode(event)
     tunes = zip(of_kind(back, TuneEnd), (e for e in sent if isinstance(e, TuneEnd)), strict=True)
     for tune, before in tunes:
         assert tune.timings is None, "the journal keeps none"
         assert tune == dataclasses.replace(before, timings=None, fit=tune.fit, grad=tune.grad)
         assert type(tune.grad) is type(before.grad)
         np.testing.assert_array_equal(tune.grad.sqr, before.grad.sqr)
-        assert _serial.encode(tune.fit) == _serial.encode(before.fit)
+        assert serial.encode(tune.fit) == serial.encode(before.fit)
         if tune.fit is not None:
             assert math.isnan(tune.fit.params.inter_base)
             assert tune.model.goodput(tune.placement, 8) == before.model.goodput(
@@ -152,7 +152,7 @@ def test_fields_of_another_version_do_not_cost_the_record(tmp_path, clock):
     line = json.loads(path.read_text()) | {"of_the_next_version": 1.0}
     path.write_text(f"{path.read_text()}{json.dumps(line)}\n")
     first, second = journal.read(path)
-    assert _serial.encode(first.event) == _serial.encode(second.event)
+    assert serial.encode(first.event) == serial.encode(second.event)
 
 
 def test_a_resumed_ledger_books_the_wait_in_its_open_bucket(tmp_path, clock):
@@ -302,7 +302,7 @@ def read(path, torn=None):
     """The records as JSON: of two NaNs that were read apart, neither equals the other."""
     torn = [] if torn is None else torn
     records = journal.read(path, on_torn=lambda where, text: torn.append(where))
-    return [(type(record.event), _serial.encode(record)) for record in records]
+    return [(type(record.event), serial.encode(record)) for record in records]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
-from jaxgoodput._serial import decode, dumps, loads
+from jaxgoodput._fields.serial import decode, dumps, loads
 from jaxgoodput.parallel.strategy import (
     DEFAULT_ACTIVATIONS,
     FSDP_AXIS,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import compilations
 import processes
 
-from jaxgoodput._serial import encode
+from jaxgoodput._fields.serial import encode
 from jaxgoodput.cluster.client import Client, RequestRefused, read_token
 from jaxgoodput.cluster.service.wire import (
     ClusterShown,

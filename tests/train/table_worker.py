@@ -17,7 +17,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "support"))
 
 from table_runs import SAVED, Two, settings  # noqa: E402
 
-from jaxgoodput.train.checkpoint import Checkpoints  # noqa: E402
+from jaxgoodput.train.checkpoints.writer import Checkpoints  # noqa: E402
 
 
 def main(workdir, fatal=None):

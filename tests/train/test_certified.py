@@ -3,7 +3,8 @@
 import dataclasses
 import json
 import pathlib
-from typing import Any
+import sys
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,11 @@ from jaxgoodput.engine.engine import Engines
 from jaxgoodput.engine.state import Variables
 from jaxgoodput.observe.events import Checkpoint, StepEnd
 from jaxgoodput.parallel.strategy import Strategy
-from jaxgoodput.train.checkpoint import Checkpoints, SavedCheckpoint
+from jaxgoodput.train.checkpoints.saved import SavedCheckpoint
+from jaxgoodput.train.checkpoints.writer import Checkpoints
 from jaxgoodput.train.control import Diverged
 from jaxgoodput.train.start import value_checks
-from jaxgoodput.train.start.lost_values import Origin, floats
+from jaxgoodput.train.start.lost_values import Origin, any_not_finite, floats
 from jaxgoodput.train.start.problem import problem_of
 from jaxgoodput.train.start.value_checks import ValueChecks, origin_of
 
@@ -183,6 +185,81 @@ def test_any_value_of_a_large_leaf_is_seen_within_one_round(checked, data):
     assert found
 
 
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_equal_leaves_are_checked_together_and_told_apart(data):
+    sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=80))
+    leaves = {f"[{i:03}]": jnp.ones((size,)) for i, size in enumerate(sizes)}
+    apart = data.draw(st.sets(st.sampled_from(sorted(leaves))))
+    groups = value_checks.alike(leaves, apart)
+    assert sorted(path for group in groups for path in group) == sorted(leaves)
+    for group in groups:
+        assert len({leaves[path].shape for path in group}) == 1
+        assert len(group) == 1 or not apart & {*group}
+    assert len(groups) <= len(apart) + 3 * -(-len(leaves) // value_checks.MOST_ALIKE)
+    bad = data.draw(st.lists(st.sampled_from(range(len(groups[0]))), max_size=2))
+    values = [np.full(leaves[path].shape, 3e38, np.float32) for path in groups[0]]
+    for number in bad:  # one infinity must not make up for another
+        values[number][0] = data.draw(st.sampled_from(BAD))
+    assert bool(any_not_finite(values)) == bool(bad)
+
+
+class Many(Mean):
+    """Large leaves, as many as `num`."""
+
+    num = 1
+
+    def init(self, key):
+        wide = jnp.ones(LARGE)
+        return {**super().init(key), **{f"{i:03}": wide for i in range(self.num)}}
+
+    def loss(self, params, batch, key):
+        return super().loss({"w": params["w"]}, batch, key)
+
+
+class Looking(InStep):
+    """Counts what Python does on the step's path for a look between two saves, and after it."""
+
+    seen: ClassVar[list[tuple[int, int, int]]] = []
+
+    def _dispatch(self, batch):
+        super()._dispatch(batch)
+        certifier = self._saver.certifier
+        looked = num_calls(certifier.look)
+        while certifier.is_looking:
+            jax.block_until_ready(certifier._glances)
+            read = num_calls(certifier.stepped)
+        self.seen.append((looked, read, num_calls(certifier.stepped)))
+
+
+def num_calls(function):
+    """Calls of Python functions that a call of `function` makes."""
+    found = 0
+
+    def count(frame, event, arg):
+        nonlocal found
+        found += event == "call"
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_a_look_between_saves_does_no_more_in_python_for_more_leaves(tmp_path):
+    counts = []
+    for num in (2, 40):
+        task = type("Task", (Many,), {"num": num})
+        loop = type("Loop", (Looking,), {"seen": []})
+        task(config(tmp_path / str(num), base_steps=4.0, epochs=None), loop=loop).fit()
+        counts.append(loop.seen[-1])
+    assert counts[0] == counts[1]
+    looked, read, idle = counts[0]
+    assert idle <= 5 < looked < 200 and read < 200
+
+
 # -- runs --------------------------------------------------------------------------------------------
 
 
@@ -332,6 +409,89 @@ def test_a_large_leaf_is_checked_between_saves_and_the_run_stops(tmp_path, monke
         trainer.fit()
     # The last part is looked at within a round, and two steps later all processes act.
     assert 9 < seen.of(StepEnd)[-1].step <= 9 + 4 * value_checks.NUM_PARTS + 4
+
+
+class Own(Exception):
+    """An error of the user's own code."""
+
+
+class FailsAt(SavesAt):
+    """A hook that fails after a step."""
+
+    def ask(self, event):
+        if event.step in self.steps:
+            raise Own("the hook's")
+
+
+class FailingData:
+    """Samples of which one cannot be read."""
+
+    def __init__(self, bad):
+        self.all, self.bad = rows(), bad
+
+    def __len__(self):
+        return len(self.all["x"])
+
+    def __getitem__(self, index):
+        if index == self.bad:
+            raise Own("the data's")
+        return {"x": self.all["x"][index]}
+
+
+class FailingEvaluation(Evaluated):
+    """Its evaluation fails."""
+
+    def summarize(self, outputs):
+        raise Own("the evaluation's")
+
+
+def own_errors(workdir, loop):
+    """A trainer for each place where a user's code may fail, after values were lost and before a save."""
+    plain = config(workdir, shuffle=False)
+    return {
+        "hook": lambda: Mean(plain, hooks=[FailsAt(7)], loop=loop),
+        "last hook": lambda: Mean(plain, hooks=[FailsAt(12)], loop=loop),
+        "data": lambda: Mean(
+            config(workdir, shuffle=False, execution__read_retries=0, epochs=1),
+            data=FailingData(95),
+            loop=loop,
+        ),
+        "evaluation": lambda: FailingEvaluation(
+            config(workdir, evaluation__every_base_steps=6.0), loop=loop
+        ),
+    }
+
+
+@pytest.mark.parametrize("where", ["hook", "last hook", "data", "evaluation"])
+def test_an_error_of_the_user_s_code_stays_the_cause_of_diverged(tmp_path, where):
+    loop = spoiling(".params['w']", (1,), np.nan, at=4)
+    with pytest.raises(Diverged, match=r"params\['w'\]") as ended:
+        own_errors(tmp_path, loop)[where]().fit()
+    chain = [ended.value]
+    while (error := chain[-1].__cause__) is not None:
+        chain.append(error)
+    assert any(isinstance(error, Own) for error in chain), chain
+
+
+@pytest.mark.parametrize("steps", [(6, 6), (6, 9), (9, 6)])
+def test_a_state_that_is_set_aside_is_of_this_run_and_stays(tmp_path, steps):
+    """Two runs in one workdir lose values, each in a leaf of its own."""
+    for step, leaf in zip(steps, ("large", "half"), strict=True):
+        hook = SavesAt(step)
+        loop = spoiling(f".params['{leaf}']", (1, 1), np.nan, at=step - 1)
+        trainer = hook.trainer = Various(various(tmp_path), hooks=[hook], loop=loop)
+        with pytest.raises(Diverged, match=rf"spoilt_checkpoints/{step}\.") as ended:
+            trainer.fit()
+        assert ended.value.safe_step is None
+        aside = SavedCheckpoint.at(tmp_path / f"spoilt_checkpoints/{step}")
+        assert aside.meta.step == step and f".params['{leaf}']" in (aside.meta.lost or {})
+        path = f".params['{leaf}']"
+        kind = aside.meta.leaves[path]
+        found = aside.read({path: jax.ShapeDtypeStruct(kind.shape, jnp.dtype(kind.dtype))})
+        assert np.isnan(np.asarray(found[path], np.float32)).sum() == 1
+        assert Checkpoints(str(tmp_path), keep=3).newest() is None
+        with pytest.raises(FileNotFoundError):
+            jg.load(str(tmp_path))
 
 
 def test_what_was_infinite_at_the_start_is_known_after_a_restart(tmp_path):

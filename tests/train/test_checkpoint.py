@@ -26,24 +26,17 @@ from hypothesis import strategies as st
 from problems import Counting, Evaluated, InStep, Mean, Recorder, config, counting_config, same
 
 from jaxgoodput import _disk
-from jaxgoodput._serial import encode
+from jaxgoodput._fields.serial import encode
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.sources import abstract_sample, as_source
 from jaxgoodput.engine.engine import Engines
+from jaxgoodput.engine.saved import LeafKind, differences
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe.events import Checkpoint, EvalEnd, FitStart, StepEnd
 from jaxgoodput.parallel.place import place
-from jaxgoodput.train.checkpoint import (
-    VERSION,
-    CheckpointMeta,
-    Checkpoints,
-    LeafKind,
-    Note,
-    WrongWorkdirError,
-    best_step,
-    differences,
-    kept,
-)
+from jaxgoodput.train.checkpoints.meta import VERSION, CheckpointMeta, WrongWorkdirError
+from jaxgoodput.train.checkpoints.retention import Note, best_step, kept
+from jaxgoodput.train.checkpoints.writer import Checkpoints
 from jaxgoodput.train.config import Saving
 from jaxgoodput.train.control import Preempted
 from jaxgoodput.train.start.problem import problem_of

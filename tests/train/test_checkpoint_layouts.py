@@ -12,7 +12,8 @@ from jaxgoodput.engine import saved as saved_states
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.observe.badput import SavedLedger
 from jaxgoodput.parallel.strategy import Strategy
-from jaxgoodput.train.checkpoint import CheckpointMeta, Checkpoints
+from jaxgoodput.train.checkpoints.meta import CheckpointMeta
+from jaxgoodput.train.checkpoints.writer import Checkpoints
 
 SAVED_ON = (Strategy(fsdp=8), Strategy(fsdp=4, tensor=2), Strategy())
 RESTORED_ON = (

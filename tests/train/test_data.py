@@ -23,7 +23,7 @@ from jaxgoodput.clock import FakeClock
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe import journal
 from jaxgoodput.observe.events import FitEnd, ReadsRetried, StepEnd
-from jaxgoodput.train.checkpoint import WrongWorkdirError
+from jaxgoodput.train.checkpoints.meta import WrongWorkdirError
 from jaxgoodput.train.control import Preempted
 
 grain = pytest.importorskip("grain", reason="grain (the extra of that name) is not installed")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from problems import Counting, InStep, Recorder, counting_config
 
 from jaxgoodput.goodput.search import BatchLimits
-from jaxgoodput.train.checkpoint import WrongWorkdirError
+from jaxgoodput.train.checkpoints.meta import WrongWorkdirError
 from jaxgoodput.train.control import Preempted
 
 NUM_SAMPLES = 100  # 6 batches of 16, and 4 more

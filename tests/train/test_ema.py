@@ -17,7 +17,7 @@ from jaxgoodput.engine.state import TrainState
 from jaxgoodput.observe.events import EvalEnd, StepEnd
 from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.parallel.strategy import Strategy
-from jaxgoodput.train.checkpoint import WrongWorkdirError
+from jaxgoodput.train.checkpoints.meta import WrongWorkdirError
 from jaxgoodput.train.control import Preempted
 from jaxgoodput.train.start.problem import problem_of
 

@@ -236,3 +236,48 @@ def test_a_nan_of_the_users_own_is_named_with_the_step(tmp_path, value, found):
         pytest.raises(FloatingPointError, match=f"step 4 was not applied: its loss is {found}"),
     ):
         trainer.fit()
+
+
+class Weighted(Net):
+    """Weights its samples; `weights` are in the order of the data."""
+
+    weights = np.ones(BASE * NUM_STEPS, np.float32)
+
+    def dataset(self):
+        return {**super().dataset(), "weight": self.weights}
+
+    def loss(self, params, batch, key):
+        return jg.Loss(super().loss(params, batch, key) * batch["weight"], batch["weight"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "alone",
+        pytest.param("4 devices", marks=pytest.mark.slow),
+        *(pytest.param(x, marks=pytest.mark.nightly) for x in ("micro-batches", "fsdp")),
+    ],
+)
+@pytest.mark.parametrize("switch", ["both"])
+def test_batches_without_weight_are_passed_over_under_a_switch(tmp_path, switch, name):
+    random = np.random.default_rng(7)
+    empty = random.random(NUM_STEPS) < 0.4
+    weights = random.integers(1, 3, (NUM_STEPS, BASE)) * (random.random((NUM_STEPS, BASE)) < 0.7)
+    task = type("Task", (Weighted,), {"weights": np.ravel(weights * ~empty[:, None])})
+    seen = Recorder()
+    column = COLUMNS[name]
+    settings = {"base_steps": float(NUM_STEPS), "shuffle": False, **column.settings}
+    made = config(tmp_path, max_skipped_in_a_row=NUM_STEPS, **settings)
+    trainer = task(made, devices=jax.devices()[: column.num_devices], hooks=[seen], loop=InStep)
+    with switched(SWITCHES[switch][0]):
+        state = trainer.fit()
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+    told = seen.of(StepEnd)
+    # Passed over is no progress, so that the run goes on into a second epoch.
+    assert len(told) == NUM_STEPS + sum(not event.finite for event in told)
+    for event in told:
+        number = (event.step - 1) % NUM_STEPS
+        has_weight = weights[number].any() and not empty[number]
+        assert event.finite == has_weight and (event.metrics["weight"] > 0) == has_weight
+        assert np.isfinite(event.metrics["loss"]) == has_weight
+        assert np.isfinite(event.metrics["grad_norm"]) == has_weight

@@ -22,7 +22,7 @@ from jaxgoodput.engine.saved import keys_of, named
 from jaxgoodput.engine.state import host_copy
 from jaxgoodput.observe.events import EvalEnd, FitStart, StateShown, StepEnd
 from jaxgoodput.observe.hooks import Hook
-from jaxgoodput.train.checkpoint import WrongWorkdirError, saveable
+from jaxgoodput.train.checkpoints.meta import WrongWorkdirError, saveable
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "howto" / "checkpoints.md"
 ROWS, COLUMNS = 64, 32  # a leaf that layouts cut

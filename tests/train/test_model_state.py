@@ -10,9 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import Mean, config, rows
 
+from jaxgoodput.clock import SystemClock
 from jaxgoodput.engine.loss_checks import unlike_halves
 from jaxgoodput.engine.state import SownState, Variables
 from jaxgoodput.goodput.search import BatchLimits
+from jaxgoodput.parallel.place import place
+from jaxgoodput.parallel.strategy import Strategy
+from jaxgoodput.train.start.checks import try_state
+from jaxgoodput.train.start.plans import set_up
+from jaxgoodput.train.start.problem import TaskInputs
 
 
 class Counts(Mean):
@@ -66,6 +72,56 @@ def test_counts_that_are_not_declared_are_refused_with_several_replicas(tmp_path
         UndeclaredCounts(config(tmp_path), devices=jax.devices()[:2]).fit()
     alone = UndeclaredCounts(config(tmp_path, base_steps=2.0), devices=jax.devices()[:1]).fit()
     assert float(alone.model_state["seen"]["samples"]) == 32
+
+
+def test_counts_are_refused_before_other_processes_can_join(tmp_path):
+    trainer = UndeclaredCounts(config(tmp_path))
+    inputs = TaskInputs(trainer, trainer.config, SystemClock())
+    setup = set_up(inputs, place(jax.devices()[:1], (), group_size=1))
+    assert setup.where.is_elastic
+    (engine,) = setup.engines.values()
+    assert engine.num_replicas == 1
+    message = "seen/samples adds up .* others may join .* fixed number of processes"
+    with pytest.raises(ValueError, match=message):
+        try_state(setup, engine, engine.init(jax.random.key(0)), resumed=False)
+
+
+def test_counts_are_refused_before_another_strategy_is_tried(tmp_path):
+    strategies = (Strategy(fsdp=2), Strategy(data=2))
+    with pytest.raises(ValueError, match="seen/samples adds up .* under the strategy data2"):
+        UndeclaredCounts(config(tmp_path, strategies=strategies), devices=jax.devices()[:2]).fit()
+
+
+class Queue(Mean):
+    """Keeps the last samples in a ring, as MoCo does: the place of the next one is set, and begins anew."""
+
+    length = 24
+
+    def init(self, key) -> Any:
+        state = {"ring": jnp.zeros((self.length, self.width)), "place": jnp.zeros((), jnp.int32)}
+        return Variables(params=super().init(key), model_state=state)
+
+    def loss_and_state(self, params, model_state, batch, key):
+        x, place = batch["x"], model_state["place"]
+        ring = model_state["ring"].at[(place + jnp.arange(len(x))) % self.length].set(x)
+        return self.loss(params, batch, key), {
+            "ring": ring,
+            "place": (place + len(x)) % self.length,
+        }
+
+
+def test_what_a_refusal_says_of_a_place_in_a_queue_works(tmp_path):
+    def run(num, **settings):
+        made = config(tmp_path / f"{num}{len(settings)}", base_steps=5.0, shuffle=False, **settings)
+        return Queue(made, devices=jax.devices()[:num]).fit().model_state
+
+    with pytest.raises(
+        ValueError, match='place adds up .* queue does, set Config.loss to "global"'
+    ):
+        run(2)
+    alone, together = run(1), run(2, loss="global")
+    assert int(alone["place"]) == int(together["place"]) == 5 * 16 % Queue.length
+    np.testing.assert_array_equal(alone["ring"], together["ring"])
 
 
 def test_an_average_of_sums_is_not_taken_for_a_sum(tmp_path):

@@ -33,7 +33,7 @@ from jaxgoodput.observe import hooks
 from jaxgoodput.observe.events import EvalEnd, FitStart, StepEnd, Window
 from jaxgoodput.optim.noise import leaf_groups, squared_norms
 from jaxgoodput.parallel.strategy import Strategy
-from jaxgoodput.train.checkpoint import Checkpoints
+from jaxgoodput.train.checkpoints.writer import Checkpoints
 from jaxgoodput.train.start.problem import problem_of
 from jaxgoodput.train.tables.commits import Opener
 from jaxgoodput.train.tables.feed import TableFeed

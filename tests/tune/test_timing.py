@@ -9,7 +9,7 @@ from engines import known
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jaxgoodput import _serial
+from jaxgoodput._fields import serial
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.tune.timings import (
     KEEP,
@@ -231,10 +231,10 @@ def test_a_table_survives_json(steps):
     table = TimingTable()
     for number, (where, taken, busy) in enumerate(steps):
         table.add(where, taken, number, busy=busy)
-    text = json.dumps(_serial.encode(table.rows()), allow_nan=False)
+    text = json.dumps(serial.encode(table.rows()), allow_nan=False)
     restored = TimingTable()
-    restored.restore(_serial.decode(json.loads(text), tuple[TimingRow, ...], "timings"))
-    assert _serial.encode(restored.rows()) == _serial.encode(table.rows())
+    restored.restore(serial.decode(json.loads(text), tuple[TimingRow, ...], "timings"))
+    assert serial.encode(restored.rows()) == serial.encode(table.rows())
     before, after = table.timings(50), restored.timings(50)
     assert (before is None) == (after is None)
     if before is not None and after is not None:

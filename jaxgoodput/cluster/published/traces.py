@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgoodput._serial import parse
+from jaxgoodput._fields.serial import parse
 from jaxgoodput.cluster.published.tables import Application, Curve, Runs, StepTable, normalised
 from jaxgoodput.cluster.scheduler.policy import Mode
 

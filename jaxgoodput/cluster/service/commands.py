@@ -18,7 +18,7 @@ from jaxgoodput._commands import (
     switch,
     text,
 )
-from jaxgoodput._serial import shortened
+from jaxgoodput._fields.typed import shortened
 
 
 def _name(text: str) -> str:

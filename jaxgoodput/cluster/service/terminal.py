@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 
 from jaxgoodput._disk import InUse, held
-from jaxgoodput._serial import decode, encode, parse
+from jaxgoodput._fields.serial import decode, encode, parse
 from jaxgoodput.clock import SystemClock
 from jaxgoodput.cluster.client import Client, RequestRefused, Unreachable, read_token
 from jaxgoodput.cluster.service import wire

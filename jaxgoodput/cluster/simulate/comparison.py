@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from jaxgoodput._serial import encode, pack
+from jaxgoodput._fields.serial import encode, pack
 from jaxgoodput.cluster.catalogue import PolicyEntry
 from jaxgoodput.cluster.simulate.checks import check
 from jaxgoodput.cluster.simulate.records import Result
@@ -165,7 +165,7 @@ def _number(value: float, digits: int) -> str:
 
 
 def to_json(scenario: Scenario, settings: Settings, results: Sequence[Result]) -> str:
-    """Return scenario, settings and results as JSON; `_serial.unpack` reads the cluster and each result."""
+    """Return scenario, settings and results as JSON; `serial.unpack` reads the cluster and each result."""
     body = {
         "workload": scenario.name,
         "cluster": pack(scenario.cluster),

@@ -1,4 +1,4 @@
-"""The results of a simulation, job by job and in total. `_serial` writes them as JSON.
+"""The results of a simulation, job by job and in total. `_fields.serial` writes them as JSON.
 
 Finish-time fairness: the rho of a job is its completion time, divided by the time that it would take alone
 on its fair share of the cluster. Above 1, sharing was worse than having a cluster of its own. The fair share

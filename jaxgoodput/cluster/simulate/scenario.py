@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from jaxgoodput._serial import loads, shortened
+from jaxgoodput._fields.serial import loads
+from jaxgoodput._fields.typed import path_in_words
 from jaxgoodput.cluster.published import traces
 from jaxgoodput.cluster.published.traces import TraceJob
 from jaxgoodput.cluster.simulate.conditions.due import read_deadlines, with_deadlines
@@ -244,8 +245,8 @@ def _published(workload: str, cluster: str | None) -> Scenario:
         is_there = False
     if not is_there:
         raise ValueError(
-            f"--workload {shortened(workload)}: there is no such file or folder. Give synthetic:JOBS, or a "
-            "workload in the layout that Pollux, Sia or Gavel ship."
+            f"--workload {path_in_words(workload)}: there is no such file or folder. Give "
+            "synthetic:JOBS, or a workload in the layout that Pollux, Sia or Gavel ship."
         )
     path = _one_file(path) if path.is_dir() else path
     if path.suffix == ".trace":

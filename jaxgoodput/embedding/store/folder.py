@@ -21,7 +21,8 @@ from typing import Any
 
 from absl import logging
 
-from jaxgoodput import _disk, _serial
+from jaxgoodput import _disk
+from jaxgoodput._fields import serial
 from jaxgoodput.embedding.store.row_map import RowMap
 from jaxgoodput.embedding.store.segment import DamagedFile, Segment, SegmentWriter
 
@@ -64,7 +65,7 @@ def read_manifest(path: pathlib.Path) -> Manifest:
         total, _, body = path.read_text().partition("\n")
         if int(total, 16) != zlib.crc32(body.encode()):
             raise ValueError("its checksum does not match")
-        return _serial.decode(json.loads(body), Manifest, path.name)
+        return serial.decode(json.loads(body), Manifest, path.name)
     except ValueError as error:
         raise DamagedFile(path, f"is damaged: {error}") from error
 
@@ -196,7 +197,7 @@ class StoreFolder:
         return number
 
     def _write(self, manifest: Manifest) -> None:
-        body = json.dumps(_serial.encode(manifest))
+        body = json.dumps(serial.encode(manifest))
         path = self.path / "commits" / f"{manifest.number:08d}.json"
         unfinished = path.with_suffix(".unfinished")
         with open(unfinished, "w") as file:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxgoodput import _wire as wire
-from jaxgoodput._serial import decode, encode
+from jaxgoodput._fields.serial import decode, encode
 from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic.fitness import HostDecision
 

@@ -31,14 +31,22 @@ class Certifier:
 
     def stepped(self) -> None:
         """Start a check of large leaves if it is due, and look at the results of earlier ones."""
-        now = self.start.now
-        if now.step % GLANCE_EVERY == 0:
-            slots = self.start.feed.slots
-            self._glances.append(self.start.values.glance(now.engine, now.state, slots))
+        if self.start.now.step % GLANCE_EVERY == 0:
+            self.look()
         while self._glances and all(flag.is_ready() for flag in self._glances[0]):
             if any(jax.device_get(self._glances.popleft())):
                 self.has_found = True
                 self.requests.post(Control(save=True))
+
+    def look(self) -> None:
+        """Start a check of the large leaves whose turn it is; `stepped` sees its result when it is there."""
+        now, slots = self.start.now, self.start.feed.slots
+        self._glances.append(self.start.values.glance(now.engine, now.state, slots))
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether the result of a check between saves was not seen yet."""
+        return bool(self._glances)
 
     def lost(self, *, rows: bool = False) -> dict[str, int]:
         """Return how many values of the state and of rows that were written are lost, by leaf; {} if none.

@@ -20,7 +20,9 @@ from jaxgoodput.engine.state import TrainState
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.events import Checkpoint
 from jaxgoodput.train.analyst import Analyst
-from jaxgoodput.train.checkpoint import ELSEWHERE, NO_SPACE, SPOILT, CheckpointMeta, Checkpoints
+from jaxgoodput.train.checkpoints.folders import NO_SPACE, SPOILT
+from jaxgoodput.train.checkpoints.meta import CheckpointMeta
+from jaxgoodput.train.checkpoints.writer import ELSEWHERE, Checkpoints
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import SAVED, UNSAVED, Diverged, NotSaved, is_of_a_peer
 from jaxgoodput.train.duties.certifying import Certifier

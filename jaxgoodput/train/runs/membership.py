@@ -16,10 +16,10 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from jaxgoodput._fields.serial import decode
 from jaxgoodput._jax import PeerGone, SharedStore
-from jaxgoodput._serial import decode
 from jaxgoodput.engine.saved import HostLeaf, LeafKind
-from jaxgoodput.train.checkpoint import CheckpointMeta
+from jaxgoodput.train.checkpoints.meta import CheckpointMeta
 
 _KEEP = 4  # steps after which no process asks for what was agreed on in a step
 

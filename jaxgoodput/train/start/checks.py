@@ -118,8 +118,12 @@ def try_loss(setup: RunSetup, engine: Engine, state: TrainState, plan: BatchPlan
 
 
 def try_state(setup: RunSetup, engine: Engine, state: TrainState, *, resumed: bool) -> None:
-    """Raise ValueError if the replicas' model states, which are averaged, hold what has no mean."""
-    if not jax.tree.leaves(state.model_state) or not _is_separate(engine):
+    """Raise ValueError if replicas' model states, which are averaged, would hold what has no mean.
+
+    `engine` is the one that the run begins with. Other strategies, or processes that join, may give a run
+    replicas only later, and it is not to end then.
+    """
+    if not jax.tree.leaves(state.model_state) or not (who := _who_averages(setup, engine)):
         return
     is_read = resumed and isinstance(
         setup.inputs.dataset, StreamSource
@@ -130,24 +134,36 @@ def try_state(setup: RunSetup, engine: Engine, state: TrainState, *, resumed: bo
         engine.loss_checks.added_state(state, four) for four in unlike_halves(_first_rows(setup), 2)
     ]
     added, differing = (tuple(sorted(set().union(*names))) for names in zip(*tried, strict=True))
-    replicas = engine.num_replicas
-    remedy = (
-        f'set Config.loss to "global": one call then sees the samples of all {replicas} replicas.'
-    )
+    remedy = 'set Config.loss to "global": one call then sees the samples of all replicas.'
+    if setup.where.is_elastic:  # where a group of processes would still see its own samples only
+        remedy = f"train it in a fixed number of processes, and {remedy}"
     if added:
         raise ValueError(
-            f"the model state {', '.join(added)} adds up over samples, and each of {replicas} "
-            "replicas sees only its own, so that their mean would be too small. Name it in "
+            f"the model state {', '.join(added)} adds up over samples, and {who} sees only its own, so that "
+            "their mean would be too small. If it only ever adds up, name it in "
             f"Variables(summed={added!r}), from_linen(summed=...) or from_nnx(summed=...), and what the "
-            f"replicas add is added up. Or {remedy}"
+            "replicas add is added up. If it is also set or begins anew, as the place in a queue does, "
+            f"{remedy}"
         )
     if differing := tuple(name for name in differing if name not in added):
         raise ValueError(
             f"the model state {', '.join(differing)} is not floating and depends on the samples, of which "
-            f"each of {replicas} replicas sees others: there is no mean of it. Make it floating, "
-            "if a mean over replicas is right; or, if it adds up over samples, name it in "
+            f"{who} sees others: there is no mean of it. Make it floating, "
+            "if a mean over replicas is right; or, if it only ever adds up over samples, name it in "
             f"Variables(summed={differing!r}). Or {remedy}"
         )
+
+
+def _who_averages(setup: RunSetup, engine: Engine) -> str:
+    """Return which replicas average their model states, now or later in this run; "" if none will."""
+    if setup.where.is_elastic:
+        return "each group of processes, of which others may join this one,"
+    if _is_separate(engine):
+        return f"each of {engine.num_replicas} replicas"
+    for name, other in setup.engines.items():
+        if _is_separate(other):
+            return f"each of {other.num_replicas} replicas under the strategy {name}"
+    return ""
 
 
 def _is_separate(engine: Engine) -> bool:

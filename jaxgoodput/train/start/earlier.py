@@ -9,7 +9,8 @@ import jax
 import jaxlib.version
 from absl import logging
 
-from jaxgoodput import __version__, _serial
+from jaxgoodput import __version__
+from jaxgoodput._fields import serial
 from jaxgoodput.engine.engine import Engine
 from jaxgoodput.engine.state import TrainState
 from jaxgoodput.goodput.search import BatchConfig
@@ -33,7 +34,7 @@ def memory_of(setup: RunSetup, engine: Engine, plan: BatchPlan) -> Memory | None
         "program": engine.digest(plan.start.micro_batch_size),
         "base_batch_size": config.batch.base,
         "num_samples": len(setup.inputs.dataset),
-        "statistics": _serial.encode(config.statistics),
+        "statistics": serial.encode(config.statistics),
         "strategies": list(where.layouts),
         "num_devices": where.num_devices,
         "device_kind": device.device_kind,

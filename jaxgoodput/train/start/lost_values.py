@@ -5,6 +5,8 @@ value which becomes infinite or NaN later is told from one which always was.
 """
 
 import base64
+import functools
+import operator
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,10 +47,14 @@ def any_lost(x: Array, began: Array | None = None) -> Bool[Array, ""]:
 
     Use this inside jit.
     """
-    if began is not None:
-        return jnp.any(how_bad(x) > began)
+    return any_not_finite([x]) if began is None else jnp.any(how_bad(x) > began)
+
+
+def any_not_finite(leaves: Sequence[Array]) -> Bool[Array, ""]:
+    """Return whether any value of leaves of one shape and type is not finite. Use this inside jit."""
     # 0 times infinity is NaN. XLA:CPU adds up 120 MB in 7 ms, and needs 78 to count what is not finite.
-    return jnp.isnan(jnp.sum(x.astype(wide_dtype(x.dtype)) * 0))
+    nothings = [x.astype(wide_dtype(x.dtype)) * 0 for x in leaves]
+    return jnp.isnan(jnp.sum(functools.reduce(operator.add, nothings)))
 
 
 @jax.jit

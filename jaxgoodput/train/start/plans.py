@@ -19,7 +19,7 @@ from jaxgoodput.goodput.memory import StepBytes, TooLarge
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.parallel.partition import CannotDivide, whole_leaves
 from jaxgoodput.parallel.place import Place, place
-from jaxgoodput.train.checkpoint import CheckpointMeta
+from jaxgoodput.train.checkpoints.meta import CheckpointMeta
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.process import cache_folder
 from jaxgoodput.train.runs.kinds import control_size, is_alone, least_everywhere

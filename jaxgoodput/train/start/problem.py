@@ -24,7 +24,7 @@ from jaxgoodput.optim.treatment import Treatment, treatment_of
 from jaxgoodput.parallel.partition import leaves_by_name
 from jaxgoodput.parallel.place import Place
 from jaxgoodput.parallel.strategy import anywhere
-from jaxgoodput.train.checkpoint import saveable
+from jaxgoodput.train.checkpoints.meta import saveable
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.evaluation import Evaluator
 from jaxgoodput.train.tables.commits import Tables

@@ -18,14 +18,10 @@ from jaxgoodput.engine.saved import from_host, whole_on_host
 from jaxgoodput.engine.state import TrainState
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.parallel.place import Place, place
-from jaxgoodput.train.checkpoint import (
-    CheckpointMeta,
-    Checkpoints,
-    RestoredCheckpoint,
-    WrongWorkdirError,
-    check_writable,
-    restore,
-)
+from jaxgoodput.train.checkpoints.folders import check_writable
+from jaxgoodput.train.checkpoints.meta import CheckpointMeta, WrongWorkdirError
+from jaxgoodput.train.checkpoints.saved import RestoredCheckpoint, restore
+from jaxgoodput.train.checkpoints.writer import Checkpoints
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.runs.membership import RunSnapshot
 from jaxgoodput.train.start.lost_values import Origin, floats

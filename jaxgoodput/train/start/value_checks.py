@@ -5,7 +5,7 @@ small leaves before it applies them (`engine.step`). Checking all would write ev
 whole state is checked when it is saved, and parts of the large leaves once in `GLANCE_EVERY` steps.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, cast
@@ -21,14 +21,23 @@ from jaxgoodput.engine.rows import RowPrograms
 from jaxgoodput.engine.state import TrainState, host_copy, split
 from jaxgoodput.engine.step import SMALL
 from jaxgoodput.parallel.strategy import Layout
-from jaxgoodput.train.checkpoint import CheckpointMeta
-from jaxgoodput.train.start.lost_values import Origin, any_lost, floats, how_bad_on_host, num_lost
+from jaxgoodput.train.checkpoints.meta import CheckpointMeta
+from jaxgoodput.train.start.lost_values import (
+    Origin,
+    any_lost,
+    any_not_finite,
+    floats,
+    how_bad_on_host,
+    num_lost,
+)
 
 # Large leaves are checked in so many parts, one at each check. A step passes over its parameters at least
 # five times, so that a check costs less than a thousandth of the steps since the one before.
 GLANCE_EVERY, NUM_PARTS = 100, 4
 # A step reads few rows of a table, so the part of its slots does not grow with the table up to some size.
 SLOT_PART_BYTES, MOST_SLOT_PARTS = 2**21, 256
+# Equal leaves that one reduction takes: it compiles in a fraction of the time, and they still fuse on GPUs.
+MOST_ALIKE = 32
 
 
 @dataclass(frozen=True)
@@ -37,8 +46,8 @@ class ValueChecks:
 
     origin: Origin
     _codes: dict[Layout, Mapping[str, Array]] = field(default_factory=dict, init=False)
-    # Places of the large leaves among the parameters, by path: finding them takes longer than a small step.
-    _large: dict[Layout, Mapping[str, int]] = field(default_factory=dict, init=False)
+    # Places of the large leaves among the parameters: finding them takes longer than a small step.
+    _places: dict[Layout, Sequence[int]] = field(default_factory=dict, init=False)
 
     def compile(self, engine: Engine) -> None:
         """Compile the programs of an engine."""
@@ -49,7 +58,7 @@ class ValueChecks:
         large = large_leaves(engine.programs)
         named, _ = jax.tree_util.tree_flatten_with_path(engine.programs.abstract_state().params)
         paths = [f".params{jax.tree_util.keystr(path)}" for path, _ in named]
-        self._large[engine.layout] = {path: i for i, path in enumerate(paths) if path in large}
+        self._places[engine.layout] = [i for i, path in enumerate(paths) if path in large]
 
     def lost(self, engine: Engine, state: TrainState) -> dict[str, int]:
         """Return how many values of a state are lost, by path; good leaves are left out. Waits for it.
@@ -58,9 +67,13 @@ class ValueChecks:
         """
         leaves, codes = floats(state), self._codes_on(engine)
         run = engine.compiled(lost_program, engine.programs, self._began)
-        is_lost = dict(zip(sorted(leaves), jax.device_get(run(leaves, codes)), strict=True))
-        bad = [path for path in leaves if is_lost[path]]
-        return {path: int(jax.device_get(num_lost(leaves[path], codes.get(path)))) for path in bad}
+        flags = jax.device_get(run(leaves, codes))
+        groups = alike(floats(engine.programs.abstract_state()), self._began)
+        bad = [
+            path for group, is_bad in zip(groups, flags, strict=True) if is_bad for path in group
+        ]
+        counts = [(path, num_lost(leaves[path], codes.get(path))) for path in bad]
+        return {path: int(count) for path, count in jax.device_get(counts) if count}
 
     def glance(
         self, engine: Engine, state: TrainState, slots: Mapping[str, Array]
@@ -72,10 +85,8 @@ class ValueChecks:
         programs, found = engine.programs, []
         run = engine.compiled.peek(glance_program, programs, self._began)
         if run is not None:
-            large, params = self._large[engine.layout], jax.tree.leaves(state.params)
-            leaves = {path: params[i] for path, i in large.items()}
-            codes = {path: x for path, x in self._codes_on(engine).items() if path in large}
-            found.append(run(state.step, leaves, codes))
+            params, codes = jax.tree.leaves(state.params), self._codes_on(engine)
+            found.append(run(state.step, [params[i] for i in self._places[engine.layout]], codes))
         if slots and (run := engine.compiled.peek(slot_program, programs)) is not None:
             found.append(run(state.step, dict(slots)))
         return tuple(found)
@@ -128,17 +139,41 @@ def origin_of(engine: Engine, state: TrainState, meta: CheckpointMeta | None) ->
 
 
 def lost_program(programs: Programs, began: tuple[str, ...]) -> Program:
-    """Build the check of a whole state: whether any value of each leaf is lost, bool `[leaves]`.
+    """Build the check of a whole state: whether any value in each group of leaves is lost, bool `[groups]`.
 
-    It goes from the state's floats by path, and the codes of the leaves in `began`, to flags in the order of
-    the sorted paths.
+    It goes from the state's floats by path, and the codes of the leaves in `began`, to a flag for each group
+    of `alike`.
     """
     leaves = floats(programs.abstract_state())
+    groups = alike(leaves, began)
 
     def run(leaves: dict[str, Array], codes: dict[str, Array]) -> Array:
-        return jnp.stack([any_lost(leaves[path], codes.get(path)) for path in sorted(leaves)])
+        flags = [
+            any_lost_in([leaves[path] for path in group], codes.get(group[0])) for group in groups
+        ]
+        return jnp.stack(flags)
 
     return Program(run, (), (leaves, _codes_like(leaves, began)), programs.layout.replicated)
+
+
+def alike(leaves: Mapping[str, Any], apart: Collection[str]) -> list[list[str]]:
+    """Return the paths of abstract leaves in groups of one shape, type and sharding; those in `apart` alone.
+
+    A group has at most `MOST_ALIKE` leaves.
+    """
+    groups: dict[Hashable, list[str]] = {}
+    for path in sorted(leaves):
+        x = leaves[path]
+        groups.setdefault(path if path in apart else (x.shape, x.dtype, x.sharding), []).append(
+            path
+        )
+    starts = [(group, i) for group in groups.values() for i in range(0, len(group), MOST_ALIKE)]
+    return [group[i : i + MOST_ALIKE] for group, i in starts]
+
+
+def any_lost_in(leaves: Sequence[Array], began: Array | None) -> Array:
+    """Return whether any value of a group of leaves is lost; with `began`, of its only leaf."""
+    return any_not_finite(leaves) if began is None else any_lost(leaves[0], began)
 
 
 def large_leaves(programs: Programs) -> dict[str, Any]:
@@ -152,21 +187,24 @@ def large_leaves(programs: Programs) -> dict[str, Any]:
 def glance_program(programs: Programs, began: tuple[str, ...]) -> Program:
     """Build the check of a part of the large leaves: whether any value there is lost.
 
-    It goes from the state's step count, which chooses the part, those leaves by path, and the codes of the
-    ones in `began`, to one bool.
+    It goes from the state's step count, which chooses the part, those leaves in order, and the codes of the
+    leaves in `began`, to one bool.
     """
     large = large_leaves(programs)
+    number, groups = {path: i for i, path in enumerate(large)}, alike(large, began)
     axes = {path: _uncut_axis(leaf) for path, leaf in large.items()}
 
-    def run(step: Array, leaves: dict[str, Array], codes: dict[str, Array]) -> Array:
+    def run(step: Array, leaves: list[Array], codes: dict[str, Array]) -> Array:
         turn, found = step // GLANCE_EVERY % NUM_PARTS, jnp.zeros((), bool)
-        for path, x in leaves.items():
-            part = partial(_part, axis=axes[path], turn=turn, num_parts=NUM_PARTS)
-            code = codes.get(path)
-            found |= any_lost(part(x), None if code is None else part(code))
+        for group in groups:
+            part = partial(_part, axis=axes[group[0]], turn=turn, num_parts=NUM_PARTS)
+            code = codes.get(group[0])
+            parts = [part(leaves[number[path]]) for path in group]
+            found |= any_lost_in(parts, None if code is None else part(code))
         return found
 
-    arguments = (programs.abstract_state().step, large, _codes_like(large, began))
+    codes = _codes_like(floats(programs.abstract_state()), began)
+    arguments = (programs.abstract_state().step, [*large.values()], codes)
     return Program(run, (), arguments, programs.layout.replicated)
 
 

@@ -15,7 +15,7 @@ import services
 import synthetic
 
 from jaxgoodput import _disk
-from jaxgoodput._serial import encode
+from jaxgoodput._fields.serial import encode
 from jaxgoodput.clock import FakeClock, SystemClock
 from jaxgoodput.cluster.client import Client, RequestRefused, Unreachable
 from jaxgoodput.cluster.service.node.agent import NodeAgent, NodeAgentSettings, run_node

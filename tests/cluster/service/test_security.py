@@ -13,7 +13,7 @@ import time
 import pytest
 import services
 
-from jaxgoodput._serial import encode
+from jaxgoodput._fields.serial import encode
 from jaxgoodput.cluster.client import Client, RequestRefused, Unreachable
 from jaxgoodput.cluster.service.record import commands
 from jaxgoodput.cluster.service.record.commands import Caller

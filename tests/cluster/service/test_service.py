@@ -13,7 +13,7 @@ import pytest
 import services
 
 from jaxgoodput import _disk
-from jaxgoodput._serial import encode
+from jaxgoodput._fields.serial import encode
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.cluster.client import Client
 from jaxgoodput.cluster.service import serve, terminal

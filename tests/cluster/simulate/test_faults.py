@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from simulated import Shuffle, cluster, truth, workload
 
 from jaxgoodput import cli
-from jaxgoodput._serial import dumps, loads
+from jaxgoodput._fields.serial import dumps, loads
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.cluster.published.baselines import Static
 from jaxgoodput.cluster.published.traces import TraceJob

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from jaxgoodput import cli
-from jaxgoodput._serial import dumps, unpack
+from jaxgoodput._fields.serial import dumps, unpack
 from jaxgoodput.cluster.catalogue import catalogue
 from jaxgoodput.cluster.simulate import pictures
 from jaxgoodput.cluster.simulate.comparison import compare

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgoodput import cli
-from jaxgoodput._serial import pack, unpack
+from jaxgoodput._fields.serial import pack, unpack
 from jaxgoodput.cluster.published.sia import Sia
 from jaxgoodput.cluster.published.traces import TraceJob
 from jaxgoodput.cluster.scheduler.policies.goodput import Goodput

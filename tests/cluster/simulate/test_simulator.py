@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import Shuffle, cluster, truth, workload
 
-from jaxgoodput._serial import dumps, loads
+from jaxgoodput._fields.serial import dumps, loads
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.cluster.published import traces
 from jaxgoodput.cluster.published.baselines import Optimus, Static, Tiresias

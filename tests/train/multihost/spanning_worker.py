@@ -16,7 +16,7 @@ from multihost_worker import NUM_COUNTED, Counting, config, watched
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.parallel.strategy import REPLICA_AXES, Strategy
-from jaxgoodput.train.checkpoint import FromCheckpoint
+from jaxgoodput.train.checkpoints.saved import FromCheckpoint
 
 INPUTS, HIDDEN, NUM_EVAL = 16, 64, 37
 EPOCHS = 3

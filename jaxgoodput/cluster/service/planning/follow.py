@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from jaxgoodput._serial import decode, encode, parse
+from jaxgoodput._fields.serial import decode, encode, parse
 from jaxgoodput.cluster.catalogue import catalogue
 from jaxgoodput.cluster.scheduler.reconcile import PlanError
 from jaxgoodput.cluster.service.planning import decide

@@ -14,7 +14,7 @@ from typing import Any
 
 from absl import logging
 
-from jaxgoodput._serial import decode, encode
+from jaxgoodput._fields.serial import decode, encode
 from jaxgoodput.cluster.service.record import commands
 from jaxgoodput.cluster.service.record.book import Book
 from jaxgoodput.cluster.service.record.commands import CommandRefused

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from jaxgoodput._serial import decode, encode, parse
+from jaxgoodput._fields.serial import decode, encode, parse
 from jaxgoodput.cluster.service.wire import Submission
 from jaxgoodput.specs import Allocation, Hints, Node
 

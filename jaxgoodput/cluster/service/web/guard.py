@@ -19,7 +19,7 @@ from typing import Any
 
 from absl import logging
 
-from jaxgoodput._serial import decode, parse
+from jaxgoodput._fields.serial import decode, parse
 from jaxgoodput.clock import Clock
 from jaxgoodput.cluster.service.record.commands import Caller, CommandRefused
 from jaxgoodput.cluster.service.web.metrics import RequestMetrics

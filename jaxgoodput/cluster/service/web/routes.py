@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Query, Request, Response
 
-from jaxgoodput._serial import encode
+from jaxgoodput._fields.serial import encode
 from jaxgoodput.cluster.service import wire
 from jaxgoodput.cluster.service.record import commands
 from jaxgoodput.cluster.service.record.book import Book
