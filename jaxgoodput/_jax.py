@@ -2,7 +2,7 @@
 the priorities of shardings.
 
 Each of them has a test in `tests/test_jax_private.py` that fails if a JAX version changes what is used here.
-Supported: jax 0.10, 0.11 and 0.12.
+Known: jax 0.10, 0.11 and 0.12; pyproject.toml allows the versions on which all tests have run.
 
 Why not `jax.distributed.initialize`? It hosts the coordination service inside process 0, so that the death of
 process 0 aborts all other processes. It also handles SIGTERM itself, so that Python never learns that the job
