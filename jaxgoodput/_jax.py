@@ -2,7 +2,7 @@
 the priorities of shardings.
 
 Each of them has a test in `tests/test_jax_private.py` that fails if a JAX version changes what is used here.
-Supported: jax 0.10 and 0.11.
+Known: jax 0.10, 0.11 and 0.12; pyproject.toml allows the versions on which all tests have run.
 
 Why not `jax.distributed.initialize`? It hosts the coordination service inside process 0, so that the death of
 process 0 aborts all other processes. It also handles SIGTERM itself, so that Python never learns that the job
@@ -33,7 +33,7 @@ from jaxlib.mlir.dialects import sdy
 
 from jaxgoodput.clock import Clock, SystemClock
 
-SUPPORTED = ((0, 10), (0, 11))
+SUPPORTED = ((0, 10), (0, 11), (0, 12))
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
@@ -50,11 +50,11 @@ def require_supported_version(version: str | None = None) -> None:
     version = jax.__version__ if version is None else version
     major_minor = tuple(int(part) for part in version.split(".")[:2])
     if major_minor not in SUPPORTED:
-        names = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
+        (major, low), *_, (_, high) = SUPPORTED
         raise RuntimeError(
-            f"jobs of several processes need private parts of JAX, which are known for jax {names}, but jax "
-            f"{version} is installed. Install one of those (pip install 'jax>=0.10,<0.12'), or run "
-            "one process: that uses public JAX only."
+            f"jobs of several processes need private parts of JAX, which are known for jax {major}.{low} to "
+            f"{major}.{high}, but jax {version} is installed. Install one of those (pip install "
+            f"'jax>={major}.{low},<{major}.{high + 1}'), or run one process: that uses public JAX only."
         )
 
 

@@ -101,7 +101,7 @@ class Net(jg.Trainer):
             "down": jax.random.normal(keys[1], (HIDDEN, WIDTH)) / 8,
         }
 
-    def loss(self, params, batch, key):
+    def loss(self, params, batch, key) -> Any:
         x = batch["x"].astype(params["up"].dtype)
         hidden = jnp.tanh(x @ params["up"])
         kept = jax.random.bernoulli(key, 0.9, hidden.shape)
@@ -246,7 +246,7 @@ class Weighted(Net):
     def dataset(self):
         return {**super().dataset(), "weight": self.weights}
 
-    def loss(self, params, batch, key):
+    def loss(self, params, batch, key) -> Any:
         return jg.Loss(super().loss(params, batch, key) * batch["weight"], batch["weight"])
 
 

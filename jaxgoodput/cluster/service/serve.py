@@ -102,7 +102,8 @@ def run_service(service: Service, *, clock: Clock | None = None) -> int:
             own_token(service.folder) if service.tokens is None else read_tokens(service.tokens)
         )
         journal = ClusterJournal(service.folder)
-        with _listener(service) as listener:
+        # Closed here, too: a taken port or a damaged journal is found before the book owns it.
+        with contextlib.closing(journal), _listener(service) as listener:
             # uvloop takes a quarter less processor time than asyncio's own loop, and gives 2.6 times as many
             # answers per second.
             return uvloop.run(_serve(service, tokens, journal, listener, clock))

@@ -69,10 +69,10 @@ class ValueChecks:
         run = engine.compiled(lost_program, engine.programs, self._began)
         flags = jax.device_get(run(leaves, codes))
         groups = alike(floats(engine.programs.abstract_state()), self._began)
-        bad = [
-            path for group, is_bad in zip(groups, flags, strict=True) if is_bad for path in group
-        ]
-        counts = [(path, num_lost(leaves[path], codes.get(path))) for path in bad]
+        pairs = zip(groups, flags, strict=True)
+        suspects = {path for group, is_bad in pairs if is_bad for path in group}
+        # In the order of the state, which messages keep: parameters come first.
+        counts = [(p, num_lost(x, codes.get(p))) for p, x in leaves.items() if p in suspects]
         return {path: int(count) for path, count in jax.device_get(counts) if count}
 
     def glance(

@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import services
 
 from jaxgoodput._disk import InUse, held
+from jaxgoodput.cluster.service import serve
 from jaxgoodput.cluster.service.record import journal as service_journal
 from jaxgoodput.cluster.service.record.events import (
     HintsReceived,
@@ -272,3 +274,28 @@ def test_there_is_nothing_to_repair_where_there_is_no_journal(tmp_path):
 
 def test_an_empty_journal_is_an_empty_state(tmp_path):
     assert ClusterJournal(tmp_path).replay() == (State(), 0.0)
+
+
+@pytest.mark.parametrize("fault", ["its port is taken", "its journal is damaged"])
+def test_a_service_that_cannot_start_closes_its_journal(fault, tmp_path, monkeypatch):
+    made = []
+
+    class Noted(ClusterJournal):
+        def __init__(self, folder):
+            super().__init__(folder)
+            made.append(self)
+
+    monkeypatch.setattr(serve, "ClusterJournal", Noted)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1] if fault == "its port is taken" else 0
+        if not port:
+            journal = ClusterJournal(tmp_path)
+            a_few(journal)
+            journal.close()
+            with contextlib.closing(sqlite3.connect(tmp_path / FILE)) as connection:
+                connection.execute("update events set body = 'x'")
+                connection.commit()
+        with pytest.raises(OSError if port else CorruptJournalError):
+            serve.run_service(serve.Service(folder=tmp_path, port=port))
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        made[0].append([], 0.0, 0.0)
