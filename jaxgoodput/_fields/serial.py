@@ -89,7 +89,7 @@ def unpack(body: Any, type_: type[T]) -> T:
     """Return the dataclass that `pack` wrote. Raises ValueError, which names the field that is wrong."""
     if not isinstance(body, dict):
         raise ValueError(
-            f"expected a JSON object with the fields of a {type_.__name__}, got {_short.repr(body)}"
+            f"expected a JSON object with the fields of a {type_.__name__}, got {shortened(body)}"
         )
     fields = dict(body)
     version, name = fields.pop("version", None), fields.pop("type", type_.__name__)
