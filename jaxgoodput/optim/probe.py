@@ -250,8 +250,9 @@ class Probe:
                 except Exception as error:  # a user's own link may raise anything
                     logging.info("cannot run the optimizer, so defaults are used: %r", error)
                 else:
-                    moved = np.asarray(moved, np.float64)[..., self._folded.leaf_classes]
-                    self._outcomes[count] = _Runs(moved, [np.asarray(x) for x in states])
+                    moved = _without_infinities(moved)[..., self._folded.leaf_classes]
+                    own = [_without_infinities(x) for x in states]
+                    self._outcomes[count] = _Runs(moved.astype(np.float64), own)
         return self._outcomes[count]
 
     @functools.cached_property
@@ -291,7 +292,7 @@ class Probe:
         except Exception as error:  # a user's own link may raise anything
             logging.info("cannot probe the optimizer for noise, so a default is used: %r", error)
             return None
-        return np.asarray(moved, np.float64)[..., self._folded.leaf_classes]
+        return _without_infinities(moved)[..., self._folded.leaf_classes].astype(np.float64)
 
     def _moved(self, count: int | None = None) -> np.ndarray:
         found = self._outcome(self.count if count is None else count)
@@ -473,3 +474,14 @@ def _wide(x: Any) -> jax.ShapeDtypeStruct:
 
 def _cut(x: Any, at: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(max(min(n, at), 1) for n in x.shape), x.dtype)
+
+
+def _without_infinities(values: Any) -> np.ndarray:
+    """Return values with NaN, which stands for unknown, in place of infinities: they have no difference.
+
+    A state may begin at infinity, as the best loss of `reduce_on_plateau` does.
+    """
+    found = np.array(values)
+    if jnp.issubdtype(found.dtype, jnp.inexact):
+        found[np.isinf(found)] = np.nan
+    return found

@@ -183,3 +183,27 @@ def test_only_updates_in_proportion_to_the_gradient_lag():
     groups: Any = {"adam": optax.adam(0.1), "lion": optax.lion(0.1)}
     mixed = optax.multi_transform(groups, {"kernel": "adam", "bias": "lion"})
     assert Probe.of(mixed, PARAMS).lags().tolist() == [False, True]  # bias, kernel
+
+
+def waits_for_a_better_value():
+    """A link whose state begins at infinity, and stays there until a loss is seen."""
+
+    def init(params):
+        del params
+        return {"best": jnp.array(jnp.inf), "worst": jnp.full(2, -jnp.inf)}
+
+    return optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [optax.sgd(0.1, momentum=0.9), optax.adam(0.01), optax.lion(0.01)],
+    ids=["momentum", "adam", "lion"],
+)
+def test_infinities_in_a_state_change_no_answer(tx):
+    """Warnings of NumPy are errors here."""
+    alone, beside = asked(tx), asked(optax.chain(tx, waits_for_a_better_value()))
+    assert beside.averages_parameters() == alone.averages_parameters()
+    assert beside.moment_constants() == alone.moment_constants()
+    np.testing.assert_array_equal(beside.normalises(), alone.normalises())
+    np.testing.assert_array_equal(beside.step_sizes(), alone.step_sizes())
