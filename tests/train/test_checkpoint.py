@@ -668,6 +668,7 @@ saved_metas = objects(
         num_samples=counts,
         content=st.none() | st.text(),
         whole=st.none() | st.text(),
+        stated=st.none() | st.text(),
         shuffle=st.none() | st.booleans(),
     ),
     base_batch_size=st.none() | counts,
@@ -808,7 +809,9 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(small_disk):
     assert saved["5"] == "None"
     assert any("space" in error for error in saved.values()), saved
     assert "Training goes on" in ended.stderr and "Free some space" in ended.stderr
-    assert "Traceback" not in ended.stderr and len(ended.stderr.splitlines()) < 12
+    # The compiler may add lines of its own on a busy machine.
+    own = [line for line in ended.stderr.splitlines() if ":absl:" in line]
+    assert "Traceback" not in ended.stderr and 1 <= len(own) < 12
     # The old one stayed, and the last was written once there was room again.
     assert steps_in(small_disk) == [5, 80]
 
