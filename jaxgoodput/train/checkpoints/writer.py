@@ -91,7 +91,8 @@ class Checkpoints:
         elif jax.process_index() != 0:
             return None
         else:
-            error = self.error()
+            # Orbax would wait, too, and raise as this save's failure what was the earlier one's.
+            error = self._finish()
         step = self._writing = meta.step
         if (
             self._manager.latest_step() == step
