@@ -147,9 +147,9 @@ def try_state(setup: RunSetup, engine: Engine, state: TrainState, *, resumed: bo
         )
     if differing := tuple(name for name in differing if name not in added):
         raise ValueError(
-            f"the model state {', '.join(differing)} is not floating and depends on the samples, of which "
-            f"{who} sees others: there is no mean of it. Make it floating, "
-            "if a mean over replicas is right; or, if it only ever adds up over samples, name it in "
+            f"the model state {', '.join(differing)} is not floating and depends on the samples, and {who} "
+            "sees its own, so that there is no mean of it. Make it floating if a mean over replicas is "
+            "right; or, if it only ever adds up over samples, name it in "
             f"Variables(summed={differing!r}). Or {remedy}"
         )
 
@@ -157,7 +157,7 @@ def try_state(setup: RunSetup, engine: Engine, state: TrainState, *, resumed: bo
 def _who_averages(setup: RunSetup, engine: Engine) -> str:
     """Return which replicas average their model states, now or later in this run; "" if none will."""
     if setup.where.is_elastic:
-        return "each group of processes, of which others may join this one,"
+        return "each group of processes (others may join this one)"
     if _is_separate(engine):
         return f"each of {engine.num_replicas} replicas"
     for name, other in setup.engines.items():
