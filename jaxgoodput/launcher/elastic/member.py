@@ -229,7 +229,8 @@ class JobMembership:
             return RunSnapshot.from_bytes(self._server.part(place, step))
         if address is None:
             raise ConnectionError(
-                f"no process is left that holds part {place} of the state after step {step}"
+                f"The state after step {step} cannot be saved: no process is left that holds part {place} of "
+                "it. Start the job again; it resumes from the last checkpoint."
             )
         return fetch(address, self._secret, place, step)
 
