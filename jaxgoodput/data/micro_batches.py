@@ -82,6 +82,7 @@ class Portion:
     """Samples over all processes."""
     after: Position
     read_s: float = 0.0
+    """Seconds that the reader's thread took for it; 0 if samples are read on several threads."""
 
 
 @dataclass(frozen=True)

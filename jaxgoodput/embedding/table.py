@@ -82,17 +82,21 @@ class EvictedRows:
 
 @dataclass
 class Counts:
-    """Rows that batches read since the table was opened, by the tier that they were found in."""
+    """How many rows batches have read since the table was opened, by the tier that they were found in."""
 
     batches: int = 0
+    """Batches that were loaded."""
     on_device: int = 0
     in_ram: int = 0
     on_disk: int = 0
     new: int = 0
+    """Rows that no tier had, so that they got their initial values."""
     dumped: int = 0
+    """Rows that were written from RAM to the disk, to make room."""
     waits: int = 0
     """Batches that waited for a row that another batch had just evicted."""
     waited_s: float = 0.0
+    """Seconds that these batches waited."""
     lost: dict[str, int] = field(default_factory=dict)
     """Values that are not finite, by field, of the rows that were written to the disk or checked."""
 
@@ -150,7 +154,7 @@ class Arrivals:
                 self._changed.wait_for(lambda: self.newest >= number or self._stopped)
                 waited_s = clock.now() - start_s
             if self._stopped:
-                raise RuntimeError(f"No more rows will arrive: {self._stopped}.")
+                raise RuntimeError(f"The rows of this batch will not arrive: {self._stopped}.")
             return waited_s
 
 

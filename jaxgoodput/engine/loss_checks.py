@@ -187,7 +187,7 @@ class LossChecks:
 
 
 def unlike_halves(rows: PyTree, half: int) -> list[PyTree]:
-    """Return choices of twice `half` of the rows: first those with few fillers, then those with many.
+    """Return choices of `2 * half` rows each: the first half has few fillers, the second half many.
 
     A filler is the number that a leaf holds most often, such as a mask's 0 or the padding of tokens. Each of
     the first leaves makes a choice, so that halves differ in weight in one of them if any samples do.

@@ -184,9 +184,9 @@ def _evaluated(call: _Call, known: Mapping[int, Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class FoldedUpdate:
-    """An optimizer's update on parameters and gradients that are equal wherever their types are.
+    """An optimizer's update for the case that all leaves of one type have equal values.
 
-    A state is a list of arrays, one for each class of equal leaves.
+    Such leaves get equal updates, so each class of them is computed once. A state is a list of arrays, one for each class of equal leaves.
     """
 
     traced: TracedUpdate

@@ -289,7 +289,8 @@ class JobMembership:
                 self._channel,
                 messages.TO_WORKERS,
                 lambda error: logging.error(
-                    "an invalid message ends the connection to the coordinator: %s", error
+                    "the coordinator sent an invalid message, so this process leaves the job: %s",
+                    error,
                 ),
             ):
                 self._heard(message)

@@ -257,7 +257,9 @@ class _InTurn:
     """Jobs whose levels (see `_Together`) rise one after another: one starts when the last has stopped."""
 
     jobs: np.ndarray
+    """Their numbers in the problem, in the order in which they rise."""
     rate: float
+    """Gang size * rise of the rising job's level, per unit of t."""
 
     def path(self, start, room, gang):
         """Return the same as `_Together.path`, whose arguments it takes, for jobs that rise in turn."""
