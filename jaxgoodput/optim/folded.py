@@ -186,7 +186,8 @@ def _evaluated(call: _Call, known: Mapping[int, Any]) -> list[Any]:
 class FoldedUpdate:
     """An optimizer's update for the case that all leaves of one type have equal values.
 
-    Such leaves get equal updates, so each class of them is computed once. A state is a list of arrays, one for each class of equal leaves.
+    Leaves that then stay equal form a class, whose update is computed once. A state is a list of arrays, one
+    for each class of its leaves.
     """
 
     traced: TracedUpdate

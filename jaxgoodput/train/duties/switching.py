@@ -92,7 +92,7 @@ class BatchSwitcher:
 
     def _stay(self, strategy: str, why: object) -> bool:
         logging.warning(
-            "the strategy %s is not used, now or later in this run: %s. Training goes on under %s.",
+            "the strategy %s cannot be used and is not tried again: %s. Training goes on under %s.",
             strategy,
             why,
             self.start.now.batch.strategy,
