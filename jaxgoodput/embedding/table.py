@@ -82,7 +82,10 @@ class EvictedRows:
 
 @dataclass
 class Counts:
-    """How many rows batches have read since the table was opened, by the tier that they were found in."""
+    """How many rows batches have read since the table was opened, by the tier that they were found in.
+
+    If several processes share the table, `on_disk` and `new` count the rows that this process owns.
+    """
 
     batches: int = 0
     """Batches that were loaded."""
@@ -267,11 +270,15 @@ class TieredTable:
         self.store.close()
 
     def stop(self, why: str) -> None:
-        """Wake all threads that wait for rows; they raise RuntimeError."""
+        """Wake all threads that wait for rows; they raise RuntimeError, and so do waits until `settle`."""
         self._arrivals.stop(why)
 
     def settle(self) -> None:
-        """Forget the plans of batches after the last one placed, so that planning can start from there."""
+        """Forget the plans of batches after the last one placed, so that planning can start from there.
+
+        If rows that left the device for that batch were not written back, waits for rows raise RuntimeError
+        from now on.
+        """
         lost = self._arrivals.newest < self._placed
         self._arrivals.stop(
             f"the rows that left the device for batch {self._placed} were not written back. Open the table "

@@ -34,7 +34,7 @@ class LossChecks:
 
         `rows` are an even number of samples, one half unlike the other (`unlike_halves`). A sum over samples,
         whatever its keys do to a position, has f(ab) + f(ba) = f(aa) + f(bb) for halves a and b, and so has
-        its gradient. The loss itself may be the same for all samples, such as that of a head of zeros; its
+        its gradient. The loss itself may be the same for all samples, such as for a head of zeros; its
         gradient is not. False if neither can tell, because it is not finite, or the same for all samples.
         """
         half = len(jax.tree.leaves(rows)[0]) // 2
