@@ -122,10 +122,14 @@ class Beginning:
     state: TrainState
     batch: BatchConfig
     step: int
+    """The last step done; 0 for a new run."""
     samples: int
+    """Samples taken until then."""
     progress: float
+    """Base steps done until then."""
     cursor: Cursor
     restored: CheckpointMeta | None
+    """The metadata that the run resumes from; None for a new run."""
     memory: Memory | None
     remaining: int | None
     """Samples until the end of `epochs`; None if progress ends the run."""
