@@ -55,13 +55,13 @@ def fingerprint(
     *,
     shuffle: bool | None = None,
 ) -> Fingerprint:
-    """Return the fingerprint of a source whose epochs are shuffled, or not.
+    """Return the fingerprint of a source; `shuffle` says whether its epochs are shuffled, and becomes a part.
 
-    Reads eight samples, one at a time and each twice, since samples that are augmented at random cannot be
-    compared. Arrays of at most `WHOLE_BYTES` are also digested whole. An endless source is not read,
-    because a stream's samples would be lost. If the user's data set has an attribute
-    or a method `fingerprint`, its text or number is a part of the fingerprint. `again` makes each read, and
-    may repeat it (`readers.Attempts`). Raises what reading a sample raises.
+    Reads eight samples, one at a time and each twice. If any of them differs, as under random augmentation,
+    the fingerprint holds no digest of these samples. Arrays of at most `WHOLE_BYTES` are also digested
+    whole. An endless source is not read, because a stream's samples would be lost. If the user's data set
+    has an attribute or a method `fingerprint`, its text or number is a part of the fingerprint. Each read is
+    a call `again(read)`, which may repeat it (`readers.Attempts`). Raises what reading a sample raises.
 
     >>> from jaxgoodput.data.sources import as_source
     >>> fingerprint(as_source(np.arange(10))).difference(fingerprint(as_source(np.arange(11))))

@@ -278,9 +278,9 @@ class Loader:
             self._ahead.sharding.shard_shape((local_replicas,))
         except ValueError as error:
             raise ValueError(
-                f"num_replicas={config.num_replicas} over {num_meshes} processes gives "
-                f"{local_replicas} replicas here, which cannot be split over the devices of "
-                f"{self._ahead.sharding}. Use a multiple of the number of devices on that axis."
+                f"num_replicas={config.num_replicas} over {num_meshes} meshes of devices gives "
+                f"{local_replicas} replicas here, which cannot be split evenly by {self._ahead.sharding}. "
+                f"Use a multiple of {num_meshes} times the product of the mesh axes that its spec names."
             ) from error
 
     def _step_batch(

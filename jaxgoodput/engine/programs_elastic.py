@@ -103,7 +103,11 @@ class OverGroups(Programs):
         return (partial(self.pack), partial(self.reduce), partial(self.update), *begin)
 
     def adding(self, shape: SampleShape, *, first: bool, measure: bool) -> partial[Program]:
-        """Return the program that adds a micro-batch; the first may `measure` the noise by itself."""
+        """Return the program that adds a micro-batch; with `measure`, the first also gives a noise sample.
+
+        The sample comes from comparing two groups of the rows of that one micro-batch (`measured`), so it
+        needs neither further micro-batches nor other groups of devices. Later ones ignore `measure`.
+        """
         if measure and first:
             return partial(self.measured, shape)
         return partial(self.accumulate, shape, first=first)

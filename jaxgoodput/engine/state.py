@@ -354,7 +354,7 @@ class StepMetrics(Generic[Number]):
     """User's own numbers, averaged over samples."""
 
     def packed(self) -> Float[Array, " numbers"]:
-        """Return all numbers as one vector, which leaves the step's program."""
+        """Return all numbers as one float32 vector, which the step's program returns instead of them."""
         return jnp.concatenate(
             [jnp.ravel(x).astype(jnp.float32) for x in map(jnp.asarray, jax.tree.leaves(self))]
         )

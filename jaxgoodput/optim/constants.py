@@ -186,7 +186,10 @@ def _chosen(index: Value, cases: Sequence[Any]) -> Sequence[Any]:
 
 
 def _common(results: Sequence[list[Value]]) -> list[Value]:
-    """Return the values that are the same in all of several lists."""
+    """Return for each place of several lists the value that all have there; None if they do not agree.
+
+    A value that is unknown (None) in one of the lists is unknown in the result.
+    """
 
     def same(values: tuple[Value, ...]) -> Value:
         first, *others = values

@@ -49,7 +49,10 @@ class Numbering:
         self._functions: dict[int, tuple[Any, Any]] = {}
 
     def argument(self, *key: Any) -> int:
-        """Return the number of an argument; the same key means the same value."""
+        """Return the number that stands for an argument of a traced function; it is new for a new key.
+
+        Arguments with the same `key` get the same number, so they are taken to have equal values.
+        """
         return self._number(("argument", key))
 
     def outputs(self, function: ClosedJaxpr | Jaxpr, inputs: Sequence[int]) -> list[int]:

@@ -260,7 +260,13 @@ class Probe:
         return jax.jit(self._run)
 
     def _run(self, entries: Array, starts: Array, values: Array, count: Any) -> tuple[Any, Any]:
-        """Return means of updates, `[runs, updates, classes]`, and states (`_Runs`)."""
+        """Return what the optimizer did in runs: mean updates, `[runs, updates, classes]`, and states.
+
+        All elements of a gradient are equal: one number of `entries`, `[runs, updates]`, for each update. So
+        are all parameters: a run's number in `starts` when the state is made, and in `values` in updates.
+        Schedules are held at `count`. Classes are leaves that the optimizer treats alike (`FoldedUpdate`);
+        states are the ones after the first, second and last update (`_Runs.states`).
+        """
         folded = self._folded
         assert folded is not None
 

@@ -355,7 +355,7 @@ def _try_jitted(
         if jitted.problem:
             way = '"pieces"' if falls_back else "the program that needs the least memory"
             logging.warning(
-                "the move of %s and %d more leaves to another layout is not compiled as planned: %s. It uses "
+                "the move of %s and %d more leaves to another layout is not compiled as planned: %s It uses "
                 "%s instead, which may be slower; the values are the same.",
                 *(leaves[0].name, len(leaves) - 1, jitted.problem, way),
             )
@@ -535,8 +535,8 @@ def received_bytes(hlo_text: str, num_devices: int) -> int:
     operations = list(_OPERATION.finditer(hlo_text))
     if len(operations) != len(_NAMED.findall(hlo_text)):
         raise ValueError(
-            "this program holds collectives in a form that is not known, so its traffic cannot be "
-            'read. Use Move.compile(..., routes=("alias", "pieces")).'
+            "this program holds collectives in a form that is not known, so the bytes that they send "
+            "cannot be counted. Use a version of jax that this package supports."
         )
     return sum(_received_by(found, num_devices) for found in operations)
 

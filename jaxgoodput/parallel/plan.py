@@ -245,7 +245,11 @@ def total(parts: Iterable[Mapping[Device, int]]) -> dict[Device, int]:
 def as_data(
     name: str, value: Any, target: Any
 ) -> tuple[tuple[int, ...], np.dtype, Sharding, Sharding]:
-    """Return shape, dtype, source and target of a leaf's data; PRNG keys are treated as integers."""
+    """Return shape and dtype of the numbers of a leaf, and its shardings before and after a move.
+
+    `value` may be abstract. PRNG keys become the integers that they consist of. Raises ValueError if `value`
+    has no sharding, or `target` is not one.
+    """
     source = getattr(value, "sharding", None)
     if not isinstance(source, Sharding):
         raise ValueError(

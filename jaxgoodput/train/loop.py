@@ -404,7 +404,12 @@ class Loop:
         self._saver.certifier.stepped()
 
     def _is_measured(self, batch: StepBatch) -> bool:
-        """Whether this step measures gradient noise: one step in `every`."""
+        """Return whether this step measures gradient noise.
+
+        A step of several micro-batches or leased parts, or beside other groups of devices, always does. One
+        micro-batch alone is measured in one step of `self._every`, and only if its batch is whole and the
+        program for it is compiled.
+        """
         if self.now.engine.has_groups or batch.parts is not None or len(batch.micro_batches) > 1:
             return True  # its micro-batches, or other groups, tell the noise anyway
         if batch.num_samples < batch.config.global_batch_size:

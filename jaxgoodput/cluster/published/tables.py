@@ -72,8 +72,8 @@ class StepTable:
             if not step > 0:
                 raise ValueError(
                     f"{self.name}: {size:g} samples per device on {list(key[0])} devices per node lie "
-                    f"outside of what was measured (batches {self.span[0]} to {self.span[1]}); "
-                    "choose another size or add measurements."
+                    f"outside of what was measured (over all placements, {self.span[0]} to {self.span[1]} "
+                    "samples); choose another size or placement, or add measurements."
                 )
             self._known[key] = float(step), float(sync)
         return self._known[key]

@@ -256,7 +256,7 @@ class StoreFolder:
     def _set_aside(self, damage: DamagedFile, number: int) -> str:
         """Move a damaged segment out of the way, and return a message that says which commit is whole.
 
-        A damaged manifest stays: without it, the next start would take the commit before for the newest.
+        A damaged manifest stays: if it were gone, the next start would open an older commit as the newest.
         """
         moved = ""
         if damage.path.suffix == ".rows" and damage.path.is_file():

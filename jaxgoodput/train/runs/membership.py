@@ -77,7 +77,7 @@ class RunSnapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnPart:
-    """What a process did in a step before it waited for the others."""
+    """How many samples a process computed in a step, and in how many seconds, before it waited for others."""
 
     seconds: float
     num_samples: int

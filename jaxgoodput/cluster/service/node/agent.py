@@ -302,7 +302,12 @@ class NodeAgent:
                 self._note_absence(error)
                 return
             except RequestRefused as error:  # the job has ended, or has other devices by now
-                logging.info("the service refused the hints of job %s: %s", task.job, error)
+                logging.info(
+                    "the service took no new hints (measurements) of job %s, which may have ended or "
+                    "have other devices by now: %s",
+                    task.job,
+                    error,
+                )
 
     def _hints_of(self, task: JobTask) -> Hints | None:
         """Return the hints (measurements) of a run, or None. An unreadable journal is logged, not raised."""

@@ -170,7 +170,7 @@ class AccessGuard:
                 took_s, status = self._clock.now() - begun_s, message["status"]
                 self._requests.count(route, status, took_s, waits=waits)
                 if status >= 400:
-                    logging.warning("refused with %d: %s", status, _in_words(scope))
+                    logging.warning("request refused with %d: %s", status, _in_words(scope))
             await send(message)
 
         await self._app(scope, body.receive, tell)
@@ -231,10 +231,10 @@ class AccessGuard:
         self._requests.count("none", status, 0.0, waits=True)
         if status == 429:  # a flood of requests must not flood the log
             logging.log_every_n_seconds(
-                logging.WARNING, "refused with 429: %s: %s", 1.0, _in_words(scope), why
+                logging.WARNING, "request refused with 429: %s: %s", 1.0, _in_words(scope), why
             )
         else:
-            logging.warning("refused with %d: %s: %s", status, _in_words(scope), why)
+            logging.warning("request refused with %d: %s: %s", status, _in_words(scope), why)
         body = json.dumps({"error": why}).encode()
         headers = [(b"content-type", b"application/json"), *refused.headers.items()]
         headers.append((b"content-length", str(len(body)).encode()))

@@ -249,7 +249,11 @@ class ModelJob:
         return min(most, max(int(growth * self._largest), 1))
 
     def _expected(self, kind: str, shapes: tuple[Shape, ...]) -> Iterator[tuple[Shape, float]]:
-        """Yield the possible shapes of a kind, with the goodput that the job has measured."""
+        """Yield each possible shape of a kind with the goodput that the job expects there.
+
+        That is the true goodput times one factor for the whole job, its error of measurement. Shapes on
+        which the job has not run yet are included.
+        """
         fewest, most = self.spec.min_devices, self.spec.max_devices
         mine = tuple(s for s in shapes if s.kind == kind and fewest <= s.num_devices <= most)
         if mine:
