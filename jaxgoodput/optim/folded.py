@@ -27,6 +27,7 @@ _BY_ELEMENT = frozenset(
     "log log1p expm1 tanh floor ceil round cos sin eq ne lt le gt ge and or not xor convert_element_type "
     "select_n is_finite copy copy_p stop_gradient erf logistic real imag".split()
 )
+_RESHAPING = frozenset("transpose reshape squeeze expand_dims broadcast_in_dim copy copy_p".split())
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,14 @@ class Numbering:
         """Return the number of an argument; the same key means the same value."""
         return self._number(("argument", key))
 
+    def type_of(self, x: Any) -> Any:
+        """Return what tells types of arrays apart."""
+        return (x.shape, str(x.dtype))
+
+    def is_shaped(self, one: Any, place: int) -> bool:
+        """Return whether input `place` of an equation is a number that stands for any that shapes give."""
+        return False
+
     def outputs(self, function: ClosedJaxpr | Jaxpr, inputs: Sequence[int]) -> list[int]:
         """Return the numbers of a function's outputs, given the ones of its inputs."""
         is_closed = isinstance(function, ClosedJaxpr)
@@ -63,7 +72,10 @@ class Numbering:
             return self._constant(x.val, x.aval) if isinstance(x, Literal) else known[x]
 
         for one in jaxpr.eqns:
-            given = tuple(map(read, one.invars))
+            given = tuple(
+                self._shaped(one, i) if self.is_shaped(one, i) else read(x)
+                for i, x in enumerate(one.invars)
+            )
             inner = None if one.primitive.name in LOOPS else called_once(one)
             found = self._called(jaxpr, one, given) if inner is None else self.outputs(inner, given)
             known.update(zip(one.outvars, found, strict=True))
@@ -103,7 +115,7 @@ class Numbering:
         """Return the numbers of the results of an equation, which are new if no equal one is known."""
         params = tuple(
             (name, self._key(value))
-            for name, value in sorted(one.params.items(), key=lambda x: x[0])
+            for name, value in sorted(self._params_of(one).items(), key=lambda x: x[0])
         )
         own = object() if one.effects else None  # what has effects is equal to nothing else
         key = (one.primitive, inputs, params, own)
@@ -127,6 +139,13 @@ class Numbering:
         self._constants.setdefault(number, value)
         return number
 
+    def _params_of(self, one: Any) -> Mapping[str, Any]:
+        """Return the parameters that tell an equation apart from others."""
+        return one.params
+
+    def _shaped(self, one: Any, place: int) -> int:
+        return self._number(("shaped", str(one.invars[place].aval.dtype)))
+
     def _key(self, value: Any) -> Any:
         """Return what tells a parameter of an equation apart from others."""
         if isinstance(value, ClosedJaxpr | Jaxpr):
@@ -143,14 +162,91 @@ class Numbering:
         """Return what tells a function apart from others: its results, as expressions of its arguments."""
         if id(function) not in self._functions:
             jaxpr = function.jaxpr if isinstance(function, ClosedJaxpr) else function
-            avals = tuple(str(x.aval) for x in jaxpr.invars)
+            avals = tuple(self._kind_of(x.aval) for x in jaxpr.invars)
             inner = [self.argument("inner", i, aval) for i, aval in enumerate(avals)]
             found = (avals, tuple(self.outputs(function, inner)))
             self._functions[id(function)] = (function, found)  # kept, so that no other has its id
         return self._functions[id(function)][1]
 
+    def _kind_of(self, aval: Any) -> Any:
+        return str(aval)
+
     def _number(self, key: Any) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
+
+
+class ShapelessNumbering(Numbering):
+    """Gives equal numbers to expressions that differ in the lengths of axes alone.
+
+    `shaped` has the literals that stand for any number that shapes give (`shaped_literals`).
+    """
+
+    def __init__(self, shaped: frozenset[tuple[int, int]] = frozenset()) -> None:
+        super().__init__()
+        self._literals = shaped
+
+    def type_of(self, x: Any) -> Any:
+        """Return what tells types of arrays apart."""
+        return (len(x.shape), str(x.dtype))
+
+    def is_shaped(self, one: Any, place: int) -> bool:
+        """Return whether input `place` of an equation is a number that stands for any that shapes give."""
+        return (id(one), place) in self._literals
+
+    def _called(self, within: Jaxpr, one: Any, inputs: tuple[int, ...]) -> tuple[int, ...]:
+        if one.primitive.name in _RESHAPING:
+            return inputs[:1]
+        return super()._called(within, one, inputs)
+
+    def _params_of(self, one: Any) -> Mapping[str, Any]:
+        if one.primitive.name == "integer_pow":
+            return one.params
+        return {name: x for name, x in one.params.items() if not _is_of_axes(x)}
+
+    def _kind_of(self, aval: Any) -> Any:
+        return self.type_of(aval)
+
+
+def _is_of_axes(value: Any) -> bool:
+    """Return whether a parameter consists of whole numbers: axes, lengths, or places along them."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_of_axes, value))
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def shaped_literals(function: Any, other: Any) -> frozenset[tuple[int, int]] | None:
+    """Return the literals that shapes give: they differ in another trace of a function, at other shapes.
+
+    Each is the `id` of its equation in `function`, and its place. None if the traces have other equations.
+    """
+    ours, others = (x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in (function, other))
+    if len(ours.eqns) != len(others.eqns):
+        return None
+    found: set[tuple[int, int]] = set()
+    for one, twin in zip(ours.eqns, others.eqns, strict=True):
+        if one.primitive is not twin.primitive or len(one.invars) != len(twin.invars):
+            return None
+        for i, (x, y) in enumerate(zip(one.invars, twin.invars, strict=True)):
+            both = isinstance(x, Literal) and isinstance(y, Literal)
+            if both and not np.array_equal(x.val, y.val):
+                found.add((id(one), i))
+        inside = _functions(one), _functions(twin)
+        if len(inside[0]) != len(inside[1]):
+            return None
+        for x, y in zip(*inside, strict=True):
+            inner = shaped_literals(x, y)
+            if inner is None:
+                return None
+            found |= inner
+    return frozenset(found)
+
+
+def _functions(one: Any) -> list[Any]:
+    """Return the functions that an equation holds."""
+    leaves = jax.tree.leaves(
+        list(one.params.values()), is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)
+    )
+    return [x for x in leaves if isinstance(x, ClosedJaxpr | Jaxpr)]
 
 
 class _Same:
@@ -200,15 +296,22 @@ class FoldedUpdate:
     """Paths of the counts in the state that get a given count in every update."""
     state_classes: tuple[int, ...]
     """Class of each leaf of the state."""
+    numbering: Callable[[], Numbering] = Numbering
+    """Maker of the numbering that says which values are equal."""
 
     @classmethod
-    def of(cls, traced: TracedUpdate, clocks: frozenset[str]) -> "FoldedUpdate":
+    def of(
+        cls,
+        traced: TracedUpdate,
+        clocks: frozenset[str],
+        numbering: Callable[[], Numbering] = Numbering,
+    ) -> "FoldedUpdate":
         """Find the classes of a traced update."""
-        _, made = cls(traced, clocks, ())._init
-        avals = [(str(x.dtype), x.shape) for x in jax.tree.leaves(traced.state)]
+        numbers, made = cls(traced, clocks, (), numbering)._init
+        avals = [numbers.type_of(x) for x in jax.tree.leaves(traced.state)]
         classes = _numbered(zip(made, avals, strict=True))
         while True:
-            folded = cls(traced, clocks, classes)
+            folded = cls(traced, clocks, classes, numbering)
             refined = _numbered(zip(classes, folded._update[2], strict=True))
             if max(refined, default=0) == max(classes, default=0):
                 return folded
@@ -218,6 +321,11 @@ class FoldedUpdate:
     def leaf_classes(self) -> np.ndarray:
         """Class of each leaf of the parameters; leaves of a class have the same updates."""
         return np.array(_numbered(self._update[1]), int)
+
+    @property
+    def expressions(self) -> tuple[list[int], tuple[int, ...]]:
+        """The numbers of the updates, and the classes of the state that they are expressed in."""
+        return self._update[1], self.state_classes
 
     @property
     def num_elements(self) -> int:
@@ -276,14 +384,14 @@ class FoldedUpdate:
 
     @functools.cached_property
     def _init(self) -> tuple[Numbering, list[int]]:
-        numbering = Numbering()
+        numbering = self.numbering()
         jaxpr = jax.make_jaxpr(self.traced.tx.init)(self.traced.params)
         return numbering, numbering.outputs(jaxpr, [_param(numbering, x) for x in jaxpr.in_avals])
 
     @functools.cached_property
     def _update(self) -> tuple[Numbering, list[int], list[int]]:
         """The numbers of all updates and of the whole next state."""
-        numbering, num_leaves = Numbering(), self.traced.num_leaves
+        numbering, num_leaves = self.numbering(), self.traced.num_leaves
         outputs = numbering.outputs(self.traced.jaxpr, [x for x, _ in self._inputs(numbering)])
         return numbering, outputs[:num_leaves], outputs[num_leaves:]
 
@@ -293,10 +401,10 @@ class FoldedUpdate:
         paths = [jax.tree_util.keystr(p) for p, _ in _with_paths(self.traced.state)]
         grads, rest = avals[:num_leaves], avals[num_leaves:]
         states, params = rest[: len(paths)], rest[len(paths) : len(paths) + num_leaves]
-        found = [(numbering.argument("grad", _type(x)), ("grad", x)) for x in grads]
+        found = [(numbering.argument("grad", numbering.type_of(x)), ("grad", x)) for x in grads]
         for path, x, own in zip(paths, states, self.state_classes, strict=True):
             if path in self.clocks:
-                found.append((numbering.argument("count", _type(x)), ("count", x)))
+                found.append((numbering.argument("count", numbering.type_of(x)), ("count", x)))
             else:
                 found.append((numbering.argument("state", own), ("state", own)))
         found += [(_param(numbering, x), ("param", x)) for x in params]
@@ -322,7 +430,7 @@ class FoldedUpdate:
         return {number: made(*what) for number, what in dict(self._inputs(numbering)).items()}
 
     def _params(self, numbering: Numbering, value: Any) -> dict[int, Any]:
-        avals = {_type(x): x for x in jax.tree.leaves(self.traced.params)}
+        avals = {numbering.type_of(x): x for x in jax.tree.leaves(self.traced.params)}
         return {_param(numbering, x): jnp.full(x.shape, value, x.dtype) for x in avals.values()}
 
 
@@ -330,12 +438,8 @@ def _with_paths(tree: PyTree) -> list[tuple[Any, Any]]:
     return jax.tree_util.tree_leaves_with_path(tree)
 
 
-def _type(x: Any) -> tuple[Any, str]:
-    return (x.shape, str(x.dtype))
-
-
 def _param(numbering: Numbering, x: Any) -> int:
-    return numbering.argument("param", _type(x))
+    return numbering.argument("param", numbering.type_of(x))
 
 
 def _numbered(keys: Any) -> tuple[int, ...]:

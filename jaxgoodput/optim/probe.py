@@ -20,7 +20,7 @@ from absl import logging
 from jaxtyping import Array, PyTree
 
 from jaxgoodput._pytree import wide_dtype
-from jaxgoodput.optim.folded import FoldedUpdate
+from jaxgoodput.optim.folded import FoldedUpdate, ShapelessNumbering, shaped_literals
 from jaxgoodput.optim.memory import Decays, averages, decays_of
 from jaxgoodput.optim.preconditioner import MomentConstants, covers, preconditioner, second_moments
 from jaxgoodput.optim.traced import NO_CLOCKS, Clocks, TracedUpdate, traced_update
@@ -234,6 +234,7 @@ class Probe:
         Masks and labels may ask for shapes, mostly for the number of axes.
         """
         reason: Any = None
+        parted: FoldedUpdate | None = None
         for shapes in _shortened([x.shape for x in jax.tree.leaves(self._params)]):
             try:
                 folded = FoldedUpdate.of(self._reshaped(shapes), self._clocks.steady)
@@ -241,19 +242,41 @@ class Probe:
                 reason = reason or error
                 continue
             if jax.tree.structure(folded.traced.state) == jax.tree.structure(self._real.state):
-                return folded
-        self._warn(
-            reason
-            or "its state has another structure if leaves are smaller, and they are too large to try"
+                if self._is_like_real(folded):
+                    return folded
+                parted = parted or folded
+        smaller = "if leaves are smaller, and they are too large to try"
+        if parted is None:
+            self._warn(reason or f"its state has another structure {smaller}")
+        else:
+            self._warn(f"its updates are other expressions {smaller}")
+        return parted
+
+    def _is_like_real(self, folded: FoldedUpdate) -> bool:
+        """Return whether updates are the real ones, but for the lengths of axes, and numbers from these."""
+        shaped = self._shaped_literals | _shaped_literals(folded.traced)
+        return self._has_same_expressions(folded, ShapelessNumbering(shaped))
+
+    def _has_same_expressions(self, folded: FoldedUpdate, numbering: ShapelessNumbering) -> bool:
+        real, ours = (
+            FoldedUpdate.of(traced, self._clocks.steady, lambda: numbering).expressions
+            for traced in (self._real, folded.traced)
         )
-        return None
+        return real == ours
+
+    @functools.cached_property
+    def _shaped_literals(self) -> frozenset[tuple[int, int]]:
+        return _shaped_literals(self._real)
+
+    def _is_by_element(self, folded: FoldedUpdate) -> bool:
+        """Return whether updates are computed by element, and the real ones as the ones of `folded`."""
+        if not FoldedUpdate.of(self._real, frozenset()).is_by_element:
+            return False
+        return self._has_same_expressions(folded, ShapelessNumbering())
 
     def _reshaped(self, shapes: Sequence[tuple[int, ...]]) -> TracedUpdate:
         """Trace the update for leaves of the parameters that have other `shapes`."""
-        leaves, structure = jax.tree.flatten(self._params)
-        pairs = zip(shapes, leaves, strict=True)
-        made = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in pairs]
-        return traced_update(self._real.tx, structure.unflatten(made))
+        return _reshaped(self._real.tx, self._params, shapes)
 
     def _warn(self, reason: Any) -> None:
         """Warn, once, that the optimizer cannot be asked."""
@@ -381,7 +404,7 @@ class Probe:
         shapes = {x.shape for x in jax.tree.leaves(self._params)}
         share = min((MAX_ELEMENTS / max(sum(map(math.prod, shapes)), 1)) ** 0.5, 1.0)
         try:
-            if self._folded is None or FoldedUpdate.of(self._real, frozenset()).is_by_element:
+            if self._folded is None or self._is_by_element(self._folded):
                 return ones
             here, there = self._along(self._folded), self._along(self._resized(share))
             if share < 1:
@@ -498,6 +521,35 @@ def _signs(shape: tuple[int, ...]) -> np.ndarray:
 
 def _wide(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, wide_dtype(x.dtype))
+
+
+def _reshaped(
+    tx: optax.GradientTransformation, params: PyTree, shapes: Sequence[tuple[int, ...]]
+) -> TracedUpdate:
+    leaves, structure = jax.tree.flatten(params)
+    made = [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, leaves, strict=True)]
+    return traced_update(tx, structure.unflatten(made))
+
+
+def _shaped_literals(traced: TracedUpdate) -> frozenset[tuple[int, int]]:
+    """Return the literals of an update that shapes give: they change if axes are a little longer."""
+    found: frozenset[tuple[int, int]] = frozenset()
+    shapes = [x.shape for x in jax.tree.leaves(traced.params)]
+    for step in (
+        1,
+        -1,
+    ):  # axes get longer by other lengths, so that the ratios of lengths change too
+        nudged = [
+            tuple(n + 1 + i for n, i in zip(shape, range(len(shape))[::step], strict=True))
+            for shape in shapes
+        ]
+        try:
+            other = _reshaped(traced.tx, traced.params, nudged)
+        except Exception as error:  # a user's own link may raise anything; then no literal is known
+            logging.debug("the optimizer does not take leaves of other lengths: %r", error)
+        else:
+            found |= shaped_literals(traced.jaxpr, other.jaxpr) or frozenset()
+    return found
 
 
 def _shortened(shapes: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
