@@ -86,6 +86,23 @@ def constant_outputs(traced: ClosedJaxpr, known: Mapping[int, Any]) -> list[Valu
         return _outputs(traced, arguments)
 
 
+def affected_outputs(function: ClosedJaxpr | Jaxpr, arguments: Sequence[bool]) -> list[bool]:
+    """Return for each output whether one of some arguments, the ones that are True, may affect it."""
+    jaxpr = function.jaxpr if isinstance(function, ClosedJaxpr) else function
+    affected = {x for x, is_one in zip(jaxpr.invars, arguments, strict=True) if is_one}
+
+    def is_affected(x: Any) -> bool:
+        return not isinstance(x, Literal) and x in affected
+
+    for equation in jaxpr.eqns:
+        inputs, inner = list(map(is_affected, equation.invars)), called_once(equation)
+        results = [any(inputs)] * len(equation.outvars)
+        if inner is not None:
+            results = affected_outputs(inner, inputs)
+        affected.update(x for x, is_one in zip(equation.outvars, results, strict=True) if is_one)
+    return list(map(is_affected, jaxpr.outvars))
+
+
 def _outputs(function: ClosedJaxpr | Jaxpr, arguments: Sequence[Value]) -> list[Value]:
     """Return what is known of the outputs of a function."""
     is_closed = isinstance(function, ClosedJaxpr)

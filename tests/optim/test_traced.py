@@ -17,6 +17,7 @@ from jaxgoodput.optim.traced import (
     UnsupportedOptimizer,
     by_updates,
     clocks_of,
+    own_counts,
     traced_update,
     with_counts_at,
 )
@@ -495,3 +496,38 @@ def test_a_function_that_is_called_for_each_element_is_not_taken_for_one_call(wa
     )
     real = WAYS[way](jnp.full(3, 2.0), start, function)
     assert found is None or found == real
+
+
+class ProdigyState(NamedTuple):
+    """A user's own state, with a name that optax has too."""
+
+    count: Any
+
+
+WITH_OWN_COUNTS = {
+    "prodigy": (optax.contrib.prodigy, True),
+    "dadapt_adamw": (optax.contrib.dadapt_adamw, True),
+    "momo": (optax.contrib.momo, True),
+    "momo_adam": (optax.contrib.momo_adam, True),
+    "madgrad": (optax.contrib.madgrad, True),
+    "ademamix": (lambda rate: optax.contrib.ademamix(0.1, alpha=rate), False),
+    "schedule_free": (lambda rate: optax.contrib.schedule_free(optax.sgd(0.1), rate), False),
+}
+
+
+@pytest.mark.parametrize("is_deep", [False, True], ids=["alone", "deep"])
+@pytest.mark.parametrize("name", WITH_OWN_COUNTS)
+def test_optimizers_with_schedules_of_their_own_are_named(name, is_deep):
+    """A constant needs no name, if the trace tells it from a schedule."""
+    make, needs_count_for_sums = WITH_OWN_COUNTS[name]
+    for rate, is_named in ((SCHEDULE, True), (0.1, needs_count_for_sums)):
+        tx = make(rate)
+        if is_deep:
+            tx = optax.chain(optax.clip(1.0), tx, optax.scale_by_schedule(SCHEDULE))
+        expected = (f"optax.contrib.{name}",) if is_named else ()
+        assert own_counts(traced_update(tx, PARAMS)) == expected
+
+
+def test_a_users_own_state_is_not_taken_for_one_of_optax_by_its_name():
+    tx = optax.chain(by_count(scaled, ProdigyState, lambda state: state.count), optax.sgd(0.1))
+    assert own_counts(traced_update(tx, PARAMS)) == ()
