@@ -17,7 +17,7 @@ TESTS = pathlib.Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS / "exact"), str(TESTS / "support"), str(TESTS)]
 
 # As the tests compute: eight devices, and one folder of compiled programs.
-import conftest  # noqa: E402, F401
+import conftest  # noqa: E402, F401  # pyright: ignore[reportMissingImports]
 from absl import app, flags, logging  # noqa: E402
 
 FLAGS = flags.FLAGS

@@ -39,7 +39,7 @@ KIND = re.compile(
     r"process_count\s*(==|!=|>|<|>=|<=)\s*1\b|\b1\s*<\s*\S*process_count"
     r"|\b(world|feed|membership)\s+is\s+(not\s+)?None"
     r"|isinstance\([^)]*Programs\b|\bif\s+(not\s+)?(\w+\.)*tables\s*(:|and|or|else)"
-    r"|\bis_elastic\b"
+    r"|\bis_elastic\b(?!: bool|=[^=])"  # what declares or sets it asks nothing
 )
 
 

@@ -11,7 +11,9 @@ should save and stop.
 
 import contextlib
 import gc
+import importlib.metadata
 import os
+import re
 import socket
 import sys
 import threading
@@ -33,7 +35,7 @@ from jaxlib.mlir.dialects import sdy
 
 from jaxgoodput.clock import Clock, SystemClock
 
-SUPPORTED = ((0, 10), (0, 11), (0, 12))
+KNOWN = ((0, 10), (0, 11), (0, 12))
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
@@ -41,21 +43,27 @@ _PROBE_PAUSE_S = 0.02
 _PRIORITIES_KEPT = "--xla_enable_hlo_sharding_v3=false"
 
 
-def require_supported_version(version: str | None = None) -> None:
+def require_known_version(version: str | None = None) -> None:
     """Raise an error if the private parts of JAX `version` (default: the installed one) are not known here.
 
     Raises:
-        RuntimeError: the version is not one of `SUPPORTED`.
+        RuntimeError: the version is not one of `KNOWN`.
     """
     version = jax.__version__ if version is None else version
     major_minor = tuple(int(part) for part in version.split(".")[:2])
-    if major_minor not in SUPPORTED:
-        (major, low), *_, (_, high) = SUPPORTED
+    if major_minor not in KNOWN:
+        (major, low), *_, (_, high) = KNOWN
         raise RuntimeError(
             f"jobs of several processes need private parts of JAX, which are known for jax {major}.{low} to "
-            f"{major}.{high}, but jax {version} is installed. Install one of those (pip install "
-            f"'jax>={major}.{low},<{major}.{high + 1}'), or run one process: that uses public JAX only."
+            f"{major}.{high}, but jax {version} is installed. Install one that this package allows (pip "
+            f"install '{_allowed()}'), or run one process: that uses public JAX only."
         )
+
+
+def _allowed() -> str:
+    """Return what the package's own requirements say of JAX."""
+    every = importlib.metadata.requires("jaxgoodput") or []
+    return next(x for x in every if re.match(r"jax\b", x)).partition(";")[0].replace(" ", "")
 
 
 def waits_for_xla(frame: types.FrameType | None) -> bool:
@@ -141,7 +149,7 @@ def start_coordination_service(
         RuntimeError: the installed JAX is not supported.
         OSError: the port is in use or invalid.
     """
-    require_supported_version()
+    require_known_version()
     if num_processes < 1:
         raise ValueError(f"num_processes={num_processes}: a job has at least one process.")
     loopback = host in ("127.0.0.1", "localhost")
@@ -189,7 +197,7 @@ def connect(
         RuntimeError: JAX has already used its devices, is already connected, or is not supported.
         ConnectionError: nothing listens at `address` within `connect_timeout_s`.
     """
-    require_supported_version()
+    require_known_version()
     if not 0 <= process_id < num_processes:
         raise ValueError(
             f"process_id={process_id} is not in [0, {num_processes}), the range for "
@@ -439,7 +447,7 @@ def share_compilation_cache() -> Callable[[], None]:
     Raises:
         RuntimeError: the installed JAX is not supported.
     """
-    require_supported_version()
+    require_known_version()
     hash_config = cache_key._hash_accelerator_config
     compile_and_write = compiler._compile_and_write_cache
     put = lru_cache.LRUCache.put

@@ -365,10 +365,13 @@ class Hints:
     progress: float
     """Base steps done."""
     base_batch_size: int
+    """Samples of a base step, for which the learning rate was tuned."""
     max_global_batch_size: int
+    """Largest batch that the run may use, in samples."""
     min_global_batch_size: int | None = None
     """None: the base batch size."""
     max_micro_batches: int = 16
+    """Most micro-batches of one replica per update."""
     total: float | None = None
     """Base steps at the end of training; None: unknown."""
     layouts: tuple[LayoutHints, ...] = ()

@@ -351,12 +351,12 @@ def _remedy(value: Any, kind: Any, where: str) -> str:
     if number == math.inf and (endless := [x.text for x in notes if isinstance(x, Endless)]):
         return endless[0]
     if math.isnan(number):
-        return "NaN is no number: look at what it was computed from, or leave the setting out."
+        return "NaN is no number: look at what it was computed from."
     written = [note.text for note in notes if isinstance(note, Remedy)]
     if isinstance(value, bool) and {int, float} & set(leaves):
         written.append("A bool is not a number.")
     if math.isinf(number):
-        written.append("Write a finite number, or leave the setting out for its default.")
+        written.append("Write a finite number.")
     return next(iter(written), "")
 
 

@@ -6,6 +6,8 @@ checkpoint, and is refused if the data set is another one.
 """
 
 import hashlib
+import inspect
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -87,16 +89,32 @@ def fingerprint(
 
 
 def _stated(source: Source) -> str | None:
-    """Return what the user's data set has or returns as `fingerprint`; None if there is no such name."""
-    dataset = source if source.dataset is None else source.dataset
-    found = getattr(dataset, "fingerprint", None)
-    found = found() if callable(found) else found
-    if found is None or (isinstance(found, str | int) and not isinstance(found, bool)):
-        return None if found is None else str(found)
-    raise TypeError(
-        f"{type(dataset).__name__}.fingerprint is a {type(found).__name__}. It tells this data set from "
-        "others when a run resumes: return a string or a whole number, or give the attribute another name."
-    )
+    """Return what the user's data set has or returns as `fingerprint`; None if it has no such thing.
+
+    A method that needs arguments is something else of that name, such as the fingerprint of a molecule.
+    """
+    for dataset in (source, source.dataset):
+        found = getattr(dataset, "fingerprint", None)
+        if callable(found):
+            found = found() if _takes_nothing(found) else None
+        if found is None:
+            continue
+        if isinstance(found, str | numbers.Integral) and not isinstance(found, bool):
+            return str(found)
+        raise TypeError(
+            f"{type(dataset).__name__}.fingerprint is a {type(found).__name__}. It tells this data set from "
+            "others when a run resumes: return a string or a whole number, or give the attribute another "
+            "name."
+        )
+    return None
+
+
+def _takes_nothing(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError):  # ValueError: a function of C that does not say what it takes
+        return False
+    return True
 
 
 def _whole(source: ArraySource) -> str | None:

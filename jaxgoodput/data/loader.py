@@ -208,7 +208,7 @@ class Loader:
           RuntimeError: a stream failed, or the loader is closed.
         """
         self._check(config)
-        taken = self._ahead.skip(config.global_batch_size)
+        taken = self._ahead.hand_out_unread(config.global_batch_size)
         if taken is None:
             return None
         self._config = None

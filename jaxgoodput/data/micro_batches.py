@@ -82,6 +82,7 @@ class Portion:
     """Samples over all processes."""
     after: Position
     read_s: float = 0.0
+    """Seconds that the reader's thread took for it; 0 if samples are read on several threads."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,10 @@ class MicroBatchReader:
     def begin(
         self, position: Position, config: BatchConfig, sharding: NamedSharding
     ) -> PendingRead | ReadFailure | DataEnd:
-        """Begin to read the micro-batch at `position`, without waiting for its samples."""
+        """Begin to read the micro-batch at `position`, without waiting for its samples.
+
+        Errors are returned as a ReadFailure, not raised.
+        """
         indices = np.empty(0, np.int64)
         try:
             places = self.places(position, config.num_replicas * config.micro_batch_size)
@@ -213,7 +217,10 @@ class MicroBatchReader:
     def finish(
         self, pending: PendingRead | ReadFailure | DataEnd
     ) -> Portion | ReadFailure | DataEnd:
-        """Wait until the samples of a micro-batch have been read, and put them on the devices."""
+        """Wait for the samples that `begin` began to read, and put them on the devices.
+
+        Errors are returned as a ReadFailure, not raised. A ReadFailure or DataEnd is returned as it is.
+        """
         if not isinstance(pending, PendingRead):
             return pending
         began_s = self.clock.now()

@@ -133,10 +133,11 @@ class ReadAhead:
             self._changed.notify_all()
             return portions
 
-    def skip(self, most: int) -> tuple[Position, Places] | None:
-        """Hand out the next samples without reading them; return None at the end of the data.
+    def hand_out_unread(self, most: int) -> tuple[Position, Places] | None:
+        """Hand out up to `most` samples that the caller reads itself, with `MicroBatchReader.read_part`.
 
-        Returns their beginning and their places. What was read ahead is dropped.
+        Returns the position before these samples, and their places; None at the end of the data, or if
+        `drop_last` is set and fewer than `most` are left. What was read ahead is dropped.
         """
         self._require_open()
         with self._changed, jax.transfer_guard("allow"):

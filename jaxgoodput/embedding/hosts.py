@@ -46,8 +46,8 @@ def resize(
 
     Use this before a saved table is opened by another set of hosts. Rows come from each host's newest commit,
     or from the commit that `at` names; hosts only in `new` then start empty. All commits must belong to the
-    same save. The new commits carry the metadata `about`, or that of the old ones. No commit is deleted.
-    `store` is passed to `RowStore`.
+    same save. The new commits carry the metadata `about`; if None, the metadata of the old ones. No commit is
+    deleted. `store` is passed to `RowStore`.
 
     Raises:
       FileNotFoundError: a host of `old` has no folder, or no commit.

@@ -169,7 +169,10 @@ class Peers:
 
     def _raise_if_stopped(self) -> None:
         if self._stopped:
-            raise RuntimeError(f"The exchange between processes has stopped: {self._stopped}.")
+            raise RuntimeError(
+                f"This process has ended the exchange of rows itself: {self._stopped}. No process has "
+                "failed. Call begin() to exchange again; after close(), make new Peers."
+            )
 
 
 def _lost_error(other: int) -> ConnectionError:

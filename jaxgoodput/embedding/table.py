@@ -82,17 +82,24 @@ class EvictedRows:
 
 @dataclass
 class Counts:
-    """Rows that batches read since the table was opened, by the tier that they were found in."""
+    """How many rows batches have read since the table was opened, by the tier that they were found in.
+
+    If several processes share the table, `on_disk` and `new` count the rows that this process owns.
+    """
 
     batches: int = 0
+    """Batches that were loaded."""
     on_device: int = 0
     in_ram: int = 0
     on_disk: int = 0
     new: int = 0
+    """Rows that no tier had, so that they got their initial values."""
     dumped: int = 0
+    """Rows that were written from RAM to the disk, to make room."""
     waits: int = 0
     """Batches that waited for a row that another batch had just evicted."""
     waited_s: float = 0.0
+    """Seconds that these batches waited."""
     lost: dict[str, int] = field(default_factory=dict)
     """Values that are not finite, by field, of the rows that were written to the disk or checked."""
 
@@ -150,7 +157,7 @@ class Arrivals:
                 self._changed.wait_for(lambda: self.newest >= number or self._stopped)
                 waited_s = clock.now() - start_s
             if self._stopped:
-                raise RuntimeError(f"No more rows will arrive: {self._stopped}.")
+                raise RuntimeError(f"The rows of this batch will not arrive: {self._stopped}.")
             return waited_s
 
 
@@ -263,11 +270,15 @@ class TieredTable:
         self.store.close()
 
     def stop(self, why: str) -> None:
-        """Wake all threads that wait for rows; they raise RuntimeError."""
+        """Wake all threads that wait for rows; they raise RuntimeError, and so do waits until `settle`."""
         self._arrivals.stop(why)
 
     def settle(self) -> None:
-        """Forget the plans of batches after the last one placed, so that planning can start from there."""
+        """Forget the plans of batches after the last one placed, so that planning can start from there.
+
+        If rows that left the device for that batch were not written back, waits for rows raise RuntimeError
+        from now on.
+        """
         lost = self._arrivals.newest < self._placed
         self._arrivals.stop(
             f"the rows that left the device for batch {self._placed} were not written back. Open the table "

@@ -164,7 +164,7 @@ class Engines:
         return self._once("constraints", lambda: has_constraints(self.problem, self.state, shape))
 
     def _once(self, key: str, find: Callable[[], T]) -> T:
-        """Return `find()`, a fact found by tracing; `traces`, if any, keep it by `key` for other devices."""
+        """Return a fact that `find` finds by tracing; if `traces` has it under `key`, do not trace again."""
         return find() if self.traces is None else self.traces.once(key, find)
 
     def move(self, state: TrainState, old: Layout, new: Layout) -> TrainState:

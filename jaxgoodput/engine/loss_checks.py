@@ -34,7 +34,7 @@ class LossChecks:
 
         `rows` are an even number of samples, one half unlike the other (`unlike_halves`). A sum over samples,
         whatever its keys do to a position, has f(ab) + f(ba) = f(aa) + f(bb) for halves a and b, and so has
-        its gradient. The loss itself may be the same for all samples, such as that of a head of zeros; its
+        its gradient. The loss itself may be the same for all samples, such as for a head of zeros; its
         gradient is not. False if neither can tell, because it is not finite, or the same for all samples.
         """
         half = len(jax.tree.leaves(rows)[0]) // 2
@@ -187,7 +187,7 @@ class LossChecks:
 
 
 def unlike_halves(rows: PyTree, half: int) -> list[PyTree]:
-    """Return choices of twice `half` of the rows: first those with few fillers, then those with many.
+    """Return choices of `2 * half` rows each: the first half has few fillers, the second half many.
 
     A filler is the number that a leaf holds most often, such as a mask's 0 or the padding of tokens. Each of
     the first leaves makes a choice, so that halves differ in weight in one of them if any samples do.

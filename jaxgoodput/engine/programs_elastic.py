@@ -344,7 +344,7 @@ def _dtype_of(tree: PyTree) -> np.dtype:
 
 
 def _parts(flat: Array, sums: Sums, control_size: int) -> tuple[PyTree, Array]:
-    """Split what `_flat` concatenated into what is exchanged of sums, and the control vector."""
+    """Split a buffer that `_flat` made into the sums that groups exchange, and the control vector."""
     leaves, structure = jax.tree.flatten(_exchanged(sums, control_size))
     ends = np.cumsum([0, *(leaf.size for leaf in leaves)])
     parts = [

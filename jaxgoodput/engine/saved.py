@@ -328,7 +328,8 @@ def require_fit(
         )
     if left and not is_said:
         logging.warning(
-            "%d of the model's %d leaves are not in %s and come from init(): %s",
+            "%d of the model's %d leaves are not in %s and come from init(): %s. If they have other names "
+            "there, give FromCheckpoint(names=...), or name them like the model's.",
             len(left),
             len(wanted),
             source,

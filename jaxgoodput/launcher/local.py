@@ -237,7 +237,10 @@ class Restarts:
         self._num_crashes += 1
         self._num_fruitless = 0 if has_progressed else self._num_fruitless + 1
         if self._num_fruitless == 2:
-            say("the job has crashed twice without progress, and is not restarted")
+            say(
+                "the job has crashed twice without progress, and is not restarted. See its output above for "
+                "the cause."
+            )
             return None
         pause_s = min(2.0 ** (self._num_crashes - 1), LONGEST_PAUSE_S)
         say(f"restarting the job in {pause_s:g} s (restart {self.num} of at most {self._most})")

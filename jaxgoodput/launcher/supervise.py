@@ -346,8 +346,8 @@ class Child:
     def stopped_s(self) -> float:
         """Return for how many seconds the process has been stopped by SIGSTOP; 0 if it is not stopped.
 
-        Only as long as calls of this method have observed it. A process that is continued now and then does
-        not count as stopped. Works on Linux only.
+        The time counts from the first call that finds the process stopped. A process that is continued now
+        and then does not count as stopped. Works on Linux only.
         """
         seen = _switches_while_stopped(self._child.pid)
         if seen is None or seen != self._stopped[0]:

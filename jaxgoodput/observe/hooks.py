@@ -176,7 +176,12 @@ class Profile(Hook):
         try:
             jax.profiler.start_trace(str(self._folder))
         except RuntimeError as error:  # another profile is being taken
-            logging.warning("no profile is captured from step %d on: %s", step, error)
+            logging.warning(
+                "no profile is captured from step %d on, because another one is being taken: %s. Training "
+                "goes on. End the other profile first, or choose another start.",
+                step,
+                error,
+            )
         else:
             self._since_s, self._num_captured = self._clock.now(), 0
 

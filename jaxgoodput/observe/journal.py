@@ -140,7 +140,10 @@ class Journal:
         except (OSError, RecursionError) as error:
             self._set_aside_at = self._file.tell() + SEGMENT_BYTES
             logging.warning(
-                "the journal %s could not be divided into segments: %s", self._path, error
+                "the journal %s has become long, and no new file could be begun: %s. Training goes on, and "
+                "events are appended to the long one. Free some space on that disk.",
+                self._path,
+                error,
             )
 
     def _lost(self, name: str, why: str) -> None:

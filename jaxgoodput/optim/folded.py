@@ -286,9 +286,10 @@ def _evaluated(call: _Call, known: Mapping[int, Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class FoldedUpdate:
-    """An optimizer's update on parameters and gradients that are equal wherever their types are.
+    """An optimizer's update for the case that all leaves of one type have equal values.
 
-    A state is a list of arrays, one for each class of equal leaves.
+    Leaves that then stay equal form a class, whose update is computed once. A state is a list of arrays, one
+    for each class of its leaves.
     """
 
     traced: TracedUpdate

@@ -355,8 +355,9 @@ def _try_jitted(
         if jitted.problem:
             way = '"pieces"' if falls_back else "the program that needs the least memory"
             logging.warning(
-                "The move of %s and %d more leaves uses %s: %s",
-                *(leaves[0].name, len(leaves) - 1, way, jitted.problem),
+                "the move of %s and %d more leaves to another layout is not compiled as planned: %s. It uses "
+                "%s instead, which may be slower; the values are the same.",
+                *(leaves[0].name, len(leaves) - 1, jitted.problem, way),
             )
             break
     return None, tried

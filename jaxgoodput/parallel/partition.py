@@ -251,7 +251,7 @@ def state_bytes(specs: ParamSpecs, tree: PyTree) -> int:
 
 
 def whole_leaves(specs: ParamSpecs, params: PyTree) -> tuple[str, ...]:
-    """Describe the large parameters that every device holds whole although the strategy cuts, and why.
+    """Return name, size and reason of large parameters that every device holds whole although others are cut.
 
     Large means more than 1 MiB and 1 % of the model. Parameters that a rule of the strategy names are left
     out, because that was a choice. `params` may be shapes; the largest comes first.
@@ -268,7 +268,7 @@ def whole_leaves(specs: ParamSpecs, params: PyTree) -> tuple[str, ...]:
         is_chosen = any(re.search(pattern, name) for pattern, _ in strategy.rules)
         if size > large and not is_chosen and not any(specs.spec(path, leaf.shape)):
             why = _why_whole(leaf.shape, degrees)
-            whole.append((-size, f"{name}, {size / 2**20:.0f} MiB, stays whole because {why}."))
+            whole.append((-size, f"{name}, {size / 2**20:.0f} MiB, because {why}"))
     return tuple(sentence for _, sentence in sorted(whole)) if degrees else ()
 
 

@@ -106,7 +106,12 @@ class StrategyCompiler:
             return self._plans[strategy].sizes
 
     def ready(self, strategy: str) -> Sequence[int]:
-        """Return the sizes of a strategy that every process has compiled, in the same order everywhere."""
+        """Return the micro-batch sizes of a strategy that the tuner may choose now.
+
+        These are the sizes that every process has compiled, in the same order everywhere. If the run has
+        several strategies, the size that this process has prepared for a switch is appended. If there are
+        also several processes, the others may not have compiled that size yet; they do so if it is chosen.
+        """
         with self._lock:
             self._raise_error()
             sizes, own = self._sizes.get(strategy), self._prepared.get(strategy)
@@ -115,7 +120,6 @@ class StrategyCompiler:
         compiled = () if sizes is None else sizes.ready(first=first)
         if settled is not None and len(self._engines) == 1:
             return compiled
-        # A size that this process has prepared for a switch may be offered: the others compile it then.
         return tuple(dict.fromkeys([*compiled, *([] if own is None else [own])]))
 
     def memory_limit(self, strategy: str) -> int:

@@ -119,7 +119,7 @@ class Execution:
     memory_margin: Share = 0.08
     """Share of the memory that is left free."""
     prefetch: CountOrZero = 2
-    """Number of global batches that wait on the devices."""
+    """Number of global batches that are read ahead and wait on the devices; 0 reads each when it is due."""
     readers: Count | None = None
     """Number of threads that read a data set sample by sample; None for a default.
 
@@ -170,9 +170,9 @@ class Evaluation:
     """Times of evaluations; without `every_s` and `every_base_steps` there is one at the end only."""
 
     every_s: Seconds | None = None
-    """Seconds between two evaluations."""
+    """Seconds between two evaluations; None to evaluate none by time."""
     every_base_steps: Annotated[Positive, _NO_LIMIT] | None = None
-    """Base steps between two evaluations."""
+    """Base steps between two evaluations; None to evaluate none by progress."""
     micro_batch_size: Count | None = None
     """Samples per replica at once; None for as many as with the base batch."""
 
@@ -186,13 +186,13 @@ class Saving:
     """
 
     every_s: Seconds | None = 600.0
-    """Seconds between two checkpoints; None for no limit."""
+    """Seconds between two checkpoints; None to save none by time."""
     every_base_steps: Annotated[Positive, _NO_LIMIT] | None = None
-    """Base steps between two checkpoints; None for no limit."""
+    """Base steps between two checkpoints; None to save none by progress."""
     keep: Annotated[Count, Endless("To keep practically all write 1000000000.")] = 3
     """Number of newest checkpoints that are kept; older ones are deleted."""
     keep_every_base_steps: Annotated[Positive, _NO_LIMIT] | None = None
-    """Base steps after which one more checkpoint is kept for good; None to keep none of them."""
+    """Base steps between two checkpoints that are never deleted; None to keep none for good."""
     best: str | None = None
     """Evaluation metric whose best checkpoint is kept as well; None for none.
 
@@ -207,7 +207,7 @@ class Saving:
     grace_s: Seconds = 60.0
     """Seconds from a stop signal to the end of the process; a launcher's own `--grace-s` takes precedence."""
     hang_after_s: Seconds = 600.0
-    """Seconds without a finished step after which a run counts as hung, and at least ten usual step times.
+    """Seconds without a finished step after which a run counts as hung; at least ten usual step times pass.
 
     The run then writes the stacks of all its threads to the log and stops as if by a signal.
     """

@@ -102,7 +102,7 @@ class Control:
     regroup: bool = False  # processes are about to join or leave
     keep: bool = False  # a copy of the state, here and on a neighbour
     batch: BatchConfig | BatchWish | None = None  # to use from now on
-    statistics_every: int | None = None
+    statistics_every: int | None = None  # steps between two noise measurements; None: as before
     num_ready: int = 0  # sizes compiled or refused, summed over processes
     num_measuring: int = 0  # processes in which the size in use can measure the noise
 

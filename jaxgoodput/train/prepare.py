@@ -122,10 +122,14 @@ class Beginning:
     state: TrainState
     batch: BatchConfig
     step: int
+    """The last step done; 0 for a new run."""
     samples: int
+    """Samples taken until then."""
     progress: float
+    """Base steps done until then."""
     cursor: Cursor
     restored: CheckpointMeta | None
+    """The metadata that the run resumes from; None for a new run."""
     memory: Memory | None
     remaining: int | None
     """Samples until the end of `epochs`; None if progress ends the run."""
@@ -168,12 +172,8 @@ def prepare(
         if initial is not None and kept is None:
             logging.warning(UNREAD_INITIAL, beginning.step)
     require_even_rest(setup, beginning.plan, beginning.remaining)
-    if restored is None:
-        with trying():
-            try_loss(setup, beginning.engine, beginning.state, beginning.plan)
     if kept is None:  # else it was tried when these processes began
-        with trying():
-            try_state(setup, beginning.engine, beginning.state, resumed=restored is not None)
+        _try(setup, beginning, resumed=restored is not None)
     evaluator = _evaluation(setup, beginning, tables, ledger)
     values = _value_checks(beginning, ledger)
     strategies, compile_s = _compile_first(setup, beginning, evaluator, values, stack, ledger)
@@ -245,6 +245,14 @@ def _open_workdir(setup: RunSetup, stack: contextlib.ExitStack) -> Checkpoints:
     checkpoints.remove_leftovers()
     checkpoints.tidy()
     return checkpoints
+
+
+def _try(setup: RunSetup, beginning: Beginning, *, resumed: bool) -> None:
+    """Call the user's loss on a few samples, and raise ValueError if it cannot be split over replicas."""
+    with trying():
+        if not resumed:
+            try_loss(setup, beginning.engine, beginning.state, beginning.plan)
+        try_state(setup, beginning.engine, beginning.state, resumed=resumed)
 
 
 def _begin(setup: RunSetup, restorer: Restorer, initial: Any, ledger: TimeLedger) -> Beginning:

@@ -159,7 +159,7 @@ class StopGuard:
         self._looking = threading.Lock()  # held while the guard uses the loop
         self._read, self.pipe = os.pipe()
         os.set_blocking(self.pipe, False)  # a signal handler must not wait
-        self._worker = Worker("guard", self._run, on_error=_log_failure)
+        self._worker = Worker("guard", self._run, on_error=_log_guard_failure)
 
     @property
     def is_ready(self) -> bool:
@@ -277,7 +277,7 @@ class StopGuard:
             self._has_helped = self._requests.is_overdue = True
             # The guard must not wait for a disk or a device that does not answer.
             save = self._loop.save_aside
-            Worker("save-aside", lambda _: save(), on_error=_log_failure)
+            Worker("save-aside", lambda _: save(), on_error=_log_save_failure)
         if waited_s >= leave_s or in_a_hurry:
             code, why = self._loop.farewell()
             self._leave(
@@ -322,9 +322,19 @@ class _Resting:
         return UNSAVED, f"step {self.done} is in memory while processes come and go, and not saved"
 
 
-def _log_failure(error: BaseException) -> None:
+def _log_guard_failure(error: BaseException) -> None:
     logging.error(
-        "the thread that watches for signals and hangs, or saves for the loop, has failed",
+        "the thread that watches for signals and hangs has failed. Training goes on, but hangs are not "
+        "noticed any more, and a stop may take longer than its grace period. Stop the run and start it again "
+        "to have it watched.",
+        exc_info=error,
+    )
+
+
+def _log_save_failure(error: BaseException) -> None:
+    logging.error(
+        "the thread that saves for a loop that does not answer has failed. The process ends before its grace "
+        "period is over, and the next run resumes from the last checkpoint.",
         exc_info=error,
     )
 

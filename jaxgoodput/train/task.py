@@ -56,11 +56,12 @@ class Task:
         return self.loss(params, batch, key), model_state
 
     def tables(self) -> Mapping[str, Any] | None:
-        """Return embedding tables (`embedding.Table`) by name, which may be larger than the device; or None.
+        """Return embedding tables (`embedding.Table`) by name, which may be larger than a device; or None.
 
         `fit` opens and saves them. When a run resumes, they are restored as they were saved with its
         checkpoint. Their own optimizer updates only the rows that a step reads, at its learning rate times
-        the gain. All devices and processes hold the tables together.
+        the gain. Every device holds all slots of a table (`device_rows`); only the rows in RAM and on disk
+        are divided among the processes, so more devices do not hold more rows.
         """
         return None
 

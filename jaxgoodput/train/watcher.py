@@ -31,8 +31,8 @@ class Ticket:
     began_s: float  # when it was dispatched, less what the loop waited for its batch
     timed: bool  # False for the first step of its kind, or if something was compiled meanwhile
     busy: bool  # whether something else, such as a compilation, competed for the processors
-    num_samples: int
-    samples: int
+    num_samples: int  # of this step
+    samples: int  # of the run, this step's included
     num_batches_taken: int  # wishes for a batch that the loop had taken when it dispatched this
     before: Cursor
     after: Cursor

@@ -81,7 +81,10 @@ class Memory:
             pass
         except (OSError, ValueError) as error:
             logging.warning(
-                "the memory of earlier runs in %s cannot be read and is not used: %s", path, error
+                "what earlier runs measured, in %s, cannot be read: %s. This run measures anew, and replaces "
+                "the file when it ends.",
+                path,
+                error,
             )
         return cls(path, None)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxgoodput._fields.serial import decode, encode
 from jaxgoodput.data.fingerprint import Fingerprint, fingerprint
-from jaxgoodput.data.sources import as_source
+from jaxgoodput.data.sources import Source, as_source
 
 
 def rows(num=1000, seed=0):
@@ -143,3 +143,35 @@ def test_few_samples_are_read_of_many_and_one_at_a_time():
     data = Counted()
     assert of(data).content is not None and data.reads == 16
     assert of(np.zeros(1)).content is not None
+
+
+class Molecules(Drawn):
+    """Its `fingerprint` is of a sample, and tells nothing of the data set."""
+
+    def fingerprint(self, smiles):
+        return [len(smiles)]
+
+
+class Numbered(Source):
+    """A source of the user's own, which keeps what it reads from under the name `dataset`."""
+
+    def __init__(self, dataset, **names):
+        self.dataset = dataset
+        vars(self).update(names)
+
+    def __len__(self):
+        return 10
+
+    def batch(self, indices):
+        return np.asarray(indices)
+
+
+def test_a_method_that_needs_arguments_is_another_thing_of_that_name():
+    assert of(Molecules()).stated is None
+
+
+def test_a_source_is_asked_before_what_it_reads_from():
+    assert fingerprint(Numbered(None, fingerprint="v1")).stated == "v1"
+    assert fingerprint(Numbered(rows(), fingerprint=np.int64(3))).stated == "3"
+    assert fingerprint(Numbered(Numbered(None, fingerprint="v2"))).stated == "v2"
+    assert fingerprint(Numbered(rows())).stated is None

@@ -325,7 +325,7 @@ def waits_for_a_better_value():
         del params
         return {"best": jnp.array(jnp.inf), "worst": jnp.full(2, -jnp.inf)}
 
-    return optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
+    return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
 
 
 @pytest.mark.parametrize(

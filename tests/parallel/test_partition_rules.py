@@ -237,14 +237,12 @@ def test_a_large_leaf_that_stays_whole_is_named_with_the_reason():
             is_leaf=lambda x: isinstance(x, tuple),
         ),
     }
-    odd = "layers/kernel, 7 MiB, stays whole because 3 x 5 x 114695 is divisible by none of"
-    positions = (
-        "wpe, 2 MiB, stays whole because neither metadata nor a default cuts 1024 x 512 over"
-    )
-    assert told(fsdp=8) == (f"{odd} fsdp=8.",)
-    assert told(fsdp=4, tensor=2) == (f"{odd} fsdp=4, tensor=2.",)
-    assert told(tensor=8) == (f"{odd} tensor=8.", f"{positions} tensor=8.")
-    assert told(tensor=8, own=(("wpe", P("tensor")),)) == (f"{odd} tensor=8.",)
+    odd = "layers/kernel, 7 MiB, because 3 x 5 x 114695 is divisible by none of"
+    positions = "wpe, 2 MiB, because neither metadata nor a default cuts 1024 x 512 over"
+    assert told(fsdp=8) == (f"{odd} fsdp=8",)
+    assert told(fsdp=4, tensor=2) == (f"{odd} fsdp=4, tensor=2",)
+    assert told(tensor=8) == (f"{odd} tensor=8", f"{positions} tensor=8")
+    assert told(tensor=8, own=(("wpe", P("tensor")),)) == (f"{odd} tensor=8",)
     assert told(tensor=8, rules=((r"wpe|layers", P()),)) == (), (
         "what a rule leaves whole was chosen"
     )

@@ -69,7 +69,9 @@ def test_a_strategy_that_cannot_cut_a_large_leaf(tmp_path, told):
     Odd(settings).fit()
     (sentence,) = told
     assert sentence == (
-        "under fsdp8, odd, 2 MiB, stays whole because 7 x 65537 is divisible by none of fsdp=8."
+        "the strategy fsdp8 cuts the model, but every device holds this parameter whole: odd, 2 MiB, "
+        "because 7 x 65537 is divisible by none of fsdp=8. To cut it, or to say that this is intended, "
+        "name it in Strategy.rules."
     )
 
 

@@ -81,7 +81,7 @@ def test_counts_are_refused_before_other_processes_can_join(tmp_path):
     assert setup.where.is_elastic
     (engine,) = setup.engines.values()
     assert engine.num_replicas == 1
-    message = "seen/samples adds up .* others may join .* fixed number of processes"
+    message = r"seen/samples adds up .*\(others may join .* fixed number of processes"
     with pytest.raises(ValueError, match=message):
         try_state(setup, engine, engine.init(jax.random.key(0)), resumed=False)
 

@@ -27,7 +27,9 @@ class Change:
     """Shape in the first plan; None if the job waits."""
     after: Shape | None
     speed_before: float
+    """Goodput on `before`, relative to the job's best shape; 0 if it waits, NaN if unknown."""
     speed_after: float
+    """Likewise on `after`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +38,12 @@ class Alternative:
 
     shape: Shape
     speed: float
+    """Goodput on it, relative to the job's best shape."""
     given: bool
     """Whether the policy gives the shape if the job accepts nothing else; if False, it does so only at a far
     higher weight."""
     price: float
+    """Speed that other jobs lose, minus the speed that others gain; see `lost`."""
     others: tuple[Change, ...]
     """Changes for other jobs, the largest loss first."""
 

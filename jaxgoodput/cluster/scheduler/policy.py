@@ -29,11 +29,13 @@ class JobView:
     """Relative standard error of each entry of `goodput`; 0.1 is about 10 %. Errors are independent. If a
     shape is missing, a policy estimates its error from the roughness of the table."""
     submitted_s: float = 0.0
+    """Time of submission, on the same clock as `now_s` of the decision."""
     since_s: float | None = None
     """Start of the present allocation; None if the job is not running."""
     restoring_until_s: float | None = None
     """Expected end of a restart in progress. Until then the job is not worth moving again."""
     num_restarts: int = 0
+    """How often its devices have changed since its first start."""
     restart_s: float = 30.0
     """Estimated seconds that the next change costs (see `estimated_restart_s`)."""
     received_s: Mapping[str, float] = field(default_factory=dict)
@@ -99,10 +101,13 @@ class Plan:
     """What to do now: an allocation for every job (empty = none), and what changes."""
 
     allocations: Mapping[str, Allocation]
+    """Devices of every job, by job id; empty for a job that waits."""
     start: tuple[str, ...]
+    """Jobs without devices that get some."""
     resize: tuple[str, ...]
     """Running jobs that get other devices, or another number of devices."""
     pause: tuple[str, ...]
+    """Running jobs that lose all devices."""
     reasons: Mapping[str, str]
     """Reason for each job's allocation, by job id."""
     next_solve_s: float

@@ -166,7 +166,10 @@ class Ray:
                 found[name] = self._ray.get(self._ends.pop(name))
             except RayActorError as error:
                 logging.warning(
-                    "node %s: its agent is lost: %s", name, str(error).partition("\n")[0]
+                    "the agent of node %s is lost (%s). The service is told that the node is down; the "
+                    "agent is started again if the node is still there.",
+                    name,
+                    str(error).partition("\n")[0],
                 )
                 found[name] = None
             del self._actors[name]
@@ -260,8 +263,8 @@ def run_engine(
                 continue
             stays = code in (DONE, USAGE)
             unwanted |= {name: code} if stays else {}
-            said = "" if stays else "; it is started again"
-            logging.warning("the agent of node %s has ended with exit code %d%s", name, code, said)
+            said = " and is not started again" if stays else ". It is started again"
+            logging.warning("the agent of node %s has ended with exit code %d%s.", name, code, said)
         due = {name: at_s for name, at_s in due.items() if name in nodes}
         unwanted = {name: code for name, code in unwanted.items() if name in nodes}
         if nodes and len(unwanted) == len(nodes):

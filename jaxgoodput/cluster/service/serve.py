@@ -261,7 +261,11 @@ async def _watch(book: Book, heartbeats: Heartbeats, clock: Clock) -> None:
             if entry.node.state == "down" or heartbeats.silent_s(name) < heartbeats.limit_s:
                 continue
             why = f"it sent no heartbeat for {heartbeats.limit_s:g} s"
-            logging.warning("node %s is down: %s", name, why)
+            logging.warning(
+                "node %s is down: %s. Its jobs lose its devices. It is up again with its next heartbeat.",
+                name,
+                why,
+            )
 
             def lose(state, name=name, why=why):
                 return commands.change_node(state, name, "down", why, silent=True)
@@ -363,7 +367,11 @@ def _holder(folder: pathlib.Path) -> int | None:
         _, pid, _, host = (folder / _disk.LOCK).read_text().split()
         if host != socket.gethostname():
             logging.warning(
-                "%s is held by process %s on %s, which is left alone", folder, pid, host
+                "%s is locked by process %s on another machine, %s. That process goes on; end it there if it "
+                "is not wanted.",
+                folder,
+                pid,
+                host,
             )
             return None
         return int(pid)

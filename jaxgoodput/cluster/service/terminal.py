@@ -203,7 +203,12 @@ def nodes(options, parser: argparse.ArgumentParser) -> int:
             with contextlib.closing(connect()) as client:
                 client.call("POST", "nodes", name, "down", changes=True, type_=Receipt)
         except (Unreachable, RequestRefused) as error:
-            logging.warning("the service could not be told that node %s is lost: %s", name, error)
+            logging.warning(
+                "the service could not be told that node %s is lost (%s). It marks the node as down once it "
+                "misses the heartbeats.",
+                name,
+                error,
+            )
 
     folder = _folder(options) / ENGINE
     folder.mkdir(parents=True, exist_ok=True)

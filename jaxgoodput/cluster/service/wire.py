@@ -358,7 +358,9 @@ class Sharing:
 
     reservations: tuple[Reservation, ...] = ()
     price_per_hour: Mapping[str, float] = field(default_factory=dict)
+    """Price of one device for an hour, by kind."""
     quota: Mapping[str, int] = field(default_factory=dict)
+    """Most devices that the jobs of a tenant may use at a time, by tenant."""
     tenants: tuple[Tenant, ...] = ()
 
 

@@ -63,9 +63,9 @@ def naming(option: str) -> Iterator[None]:
         raise ValueError(f"{option}: {error}") from error
 
 
-def check_above_zero(kind: str, value: object, *names: str) -> None:
-    """Raise ValueError unless these attributes are above 0 and finite; `kind` is the name of the class."""
+def check_above_zero(class_name: str, value: object, *names: str) -> None:
+    """Raise ValueError unless these attributes are above 0 and finite. The message has the class's name."""
     for name in names:
         number = getattr(value, name)
         if not (number > 0 and math.isfinite(number)):
-            raise ValueError(f"{kind}.{name} must be above 0 and finite, got {number}.")
+            raise ValueError(f"{class_name}.{name} must be above 0 and finite, got {number}.")

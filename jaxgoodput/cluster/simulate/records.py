@@ -90,9 +90,11 @@ class TenantRecord:
     name: str
     parent: str | None = None
     num_jobs: int
+    """Jobs that were submitted, cancelled ones included."""
     average_jct_s: float
     """Average completion time of the jobs that were not cancelled; NaN = there are none."""
     device_s: float
+    """Device-seconds received."""
     deserved_s: float
     """Device-seconds deserved, by `fair_share.deserved` while the tenant had jobs."""
     cost: float | None = None

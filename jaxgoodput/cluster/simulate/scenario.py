@@ -291,7 +291,8 @@ def _pollux(path: pathlib.Path, tables: pathlib.Path, cluster: str | None) -> Sc
     kinds = sorted({node.kind for node in spec.nodes})
     if len(kinds) > 1:
         raise ValueError(
-            f"--cluster: Pollux measured one kind of device, but this cluster has {', '.join(kinds)}."
+            f"--cluster: Pollux measured one kind of device, but this cluster has {', '.join(kinds)}. Give a "
+            "cluster of one kind."
         )
     applications = traces.read_pollux_applications(tables, kind=kinds[0])
     return _with_tables("pollux", path, spec, TableTruth(applications))

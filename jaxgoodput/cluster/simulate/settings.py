@@ -29,6 +29,7 @@ class Failures:
     mean_between_s: float
     """Mean seconds between two failures of one node, exponentially distributed."""
     repair_s: float = 1800.0
+    """Seconds that a failed node is out of service."""
     checkpoint_s: float = 600.0
     """Seconds between checkpoints of a job; a failure loses the work since the last one."""
 

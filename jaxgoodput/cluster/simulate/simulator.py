@@ -201,7 +201,11 @@ class _World:
             self._wanted = True
 
     def _next_event(self) -> None:
-        """Advance to the next event, and decide if it asks for it or the largest gap has passed."""
+        """Advance to the next event, and ask the policy for a plan if one is due then.
+
+        After an event that calls for one, a plan is due `min_gap_s` after the last plan. Otherwise it is due
+        when the last plan said, at most `max_gap_s` after it.
+        """
         speeds, before_s = self._speeds(), self.now_s
         self._advance(self._span(speeds), speeds)
         for job in self.waiting:

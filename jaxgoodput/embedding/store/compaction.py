@@ -133,7 +133,11 @@ class Compactor:
 
     def _failed(self, error: BaseException) -> None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            logging.warning("Compaction pauses until the next commit, because of %s", error)
+            logging.warning(
+                "the table's files cannot be compacted, because the disk is full: %s. No rows are lost. "
+                "It is tried again after the next commit; free some space on that disk.",
+                error,
+            )
             self._has_room = False
         else:
             self._failure = error

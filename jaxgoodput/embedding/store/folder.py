@@ -148,7 +148,11 @@ class StoreFolder:
                     continue  # another thread's commit has just deleted it
                 except (DamagedFile, OSError) as error:
                     # Any segment may be in it. It goes once newer commits have replaced it.
-                    logging.warning("%s. No segment is deleted while this lasts.", error)
+                    logging.warning(
+                        "%s. Until newer commits have replaced this one, no segment is deleted, and the "
+                        "folder grows.",
+                        error,
+                    )
                     return
             for path in there:
                 if path.name not in needed:

@@ -32,7 +32,9 @@ class LocalAgents:
         self._secret = secret
         self._command = command
         self._children: dict[str, subprocess.Popen[bytes]] = {}
-        self._watchers = Workers("agent-watcher", lambda error: say(f"watching an agent: {error}"))
+        self._watchers = Workers(
+            "agent-watcher", lambda error: say(f"an agent is not watched any more: {error}")
+        )
         self._is_closing = False
 
     def start(self, arguments: Sequence[str], on_end: Callable[[str, int], None]) -> None:

@@ -28,7 +28,7 @@ _SAME = "least most max_restarts silent_s join_s admit_every_s exclude_slow excl
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Options of `jaxgoodput run --nnodes`."""
+    """Options of `jaxgoodput run --nnodes`. Fields without a description are described in `Limits`."""
 
     least: int
     """Fewest hosts that may train."""
@@ -39,15 +39,20 @@ class Job:
     hosts_per_group: int | None = None
     """Number of hosts that share one copy of the model; None: each process has its own copy."""
     devices_per_process: int | None = None
+    """None: one, or all devices of the host if it runs one process."""
     hosts: tuple[str, ...] = ()
     """Hosts to reach through `rsh`; empty: simulated hosts on this machine."""
     local_hosts: int = 1
     """Number of simulated hosts."""
     rsh: str = "ssh -o BatchMode=yes"
+    """Command of the remote shell."""
     python: str = "python3"
+    """The Python that runs agents on other hosts."""
     endpoint: str | None = None
+    """Address of the coordinator, HOST:PORT; None: a free port."""
     max_restarts: int = 10
     grace_s: float = 60.0
+    """How long processes may take to save and exit after a stop signal, before they are killed."""
     silent_s: float = 10.0
     join_s: float = 10.0
     admit_every_s: float = 5.0

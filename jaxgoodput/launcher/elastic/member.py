@@ -229,7 +229,8 @@ class JobMembership:
             return RunSnapshot.from_bytes(self._server.part(place, step))
         if address is None:
             raise ConnectionError(
-                f"no process is left that holds part {place} of the state after step {step}"
+                f"The state after step {step} cannot be saved: no process is left that holds part {place} of "
+                "it. Start the job again; it resumes from the last checkpoint."
             )
         return fetch(address, self._secret, place, step)
 
@@ -288,7 +289,8 @@ class JobMembership:
                 self._channel,
                 messages.TO_WORKERS,
                 lambda error: logging.error(
-                    "an invalid message ends the connection to the coordinator: %s", error
+                    "the coordinator sent an invalid message, so this process leaves the job: %s",
+                    error,
                 ),
             ):
                 self._heard(message)

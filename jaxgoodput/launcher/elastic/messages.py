@@ -72,6 +72,7 @@ class Welcome:
     num_training: int
     """Number of processes that train already."""
     group_size: int
+    """Number of processes that share one copy of the model."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Assignment:
     generation: int
     rank: int
     count: int
+    """Number of processes in the generation."""
     holds: int
     """Step of the state that all resume from; -1 if there is none."""
     state_at: str | None
@@ -88,8 +90,9 @@ class Assignment:
     neighbour_at: str | None
     """Address of a worker on another host, which keeps copies for this one; None if there is none."""
     failure_every_s: float
-    """Mean time between failures of the job so far."""
+    """Mean seconds between failures of the job so far."""
     news: tuple[HostDecision, ...] = ()
+    """Decisions about hosts since the last generation, for the hooks."""
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,7 @@ class KnownProcess:
 
     host: str
     joined_s: float
+    """Time at which it was started."""
     generation: int = 0
     """Generation that it trains in, or trained in last; 0 before its first."""
     holds: int | None = None
@@ -114,11 +115,13 @@ class KnownProcess:
     share: int | None = None
     """Number that the group count must divide, so that the base batch splits evenly; None: no limit."""
     waits_since_s: float = 0.0
+    """Time since which it waits for the next generation."""
     is_set: bool = False
     """Whether it has the state that the forming generation resumes from."""
     beat_s: float | None = None
     """Time of its last heartbeat in this generation; None before the first."""
     killed_s: float | None = None
+    """Time at which it was sent SIGKILL; None if it was not."""
     leaves: bool = False
     """Whether it is to end because its host leaves or is left out."""
     pace: Pace | None = None
@@ -126,6 +129,7 @@ class KnownProcess:
     num_slow: int = 0
     """Consecutive windows in which it was much slower than the others."""
     is_released: bool = False
+    """Whether it was told that it is not needed any more."""
 
     @property
     def waits(self) -> bool:
@@ -149,6 +153,7 @@ class Host:
     check: Check | None = None
     """Result of its last check."""
     num_exclusions: int = 0
+    """How often it was left out so far."""
     until_s: float | None = None
     """Time at which it is checked again and may come back; None if it is not left out."""
 
@@ -180,6 +185,7 @@ class Rendezvous:
     news: tuple[HostDecision, ...] = ()
     """Decisions about hosts that the next generation will report."""
     num_failures: int = 0
+    """Processes that have failed since the job began."""
     furthest: int = -1
     """Last step that any process has reported."""
     furthest_then: int = -2

@@ -71,7 +71,7 @@ class BatchReader:
             )
 
     def tell_if_nothing_is_left(self, *, is_complete: bool) -> None:
-        """Warn if the checkpoint that the run resumes from is of its end; `is_complete` by `base_steps`."""
+        """Warn if the run resumes from a checkpoint of its end; `is_complete`: `base_steps` are done."""
         start, now, config = self.start, self.start.now, self.config
         left = math.inf if start.total_samples is None else start.total_samples - now.samples
         by_samples = left < (now.batch.global_batch_size if config.last_batch == "drop" else 1)

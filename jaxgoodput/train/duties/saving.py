@@ -179,9 +179,11 @@ class Saver:
             with jax.transfer_guard("allow"):
                 error = self._save_alone(state, meta)
             logging.warning(
-                "step %d, saved by another thread because the loop is busy: %s",
+                "the loop does not answer to a stop, so another thread saved step %d: %s",
                 meta.step,
-                error or "done",
+                f"this failed ({error}), and the last checkpoint stays the newest"
+                if error
+                else "done",
             )
         finally:
             self.lock.release()
@@ -223,7 +225,11 @@ class Saver:
         try:
             return self.start.checkpoints.newest()
         except OSError as error:  # the workdir itself is gone
-            logging.error("cannot tell which step is saved: %s", error)
+            logging.error(
+                "the checkpoints in the workdir cannot be read, so the last step counts as not saved: %s. "
+                "Check that the workdir is still mounted.",
+                error,
+            )
             return None
 
     def is_safe(self) -> bool:

@@ -91,7 +91,12 @@ class BatchSwitcher:
         return True
 
     def _stay(self, strategy: str, why: object) -> bool:
-        logging.warning("training goes on under %s: %s", self.start.now.batch.strategy, why)
+        logging.warning(
+            "the strategy %s cannot be used and is not tried again: %s. Training goes on under %s.",
+            strategy,
+            why,
+            self.start.now.batch.strategy,
+        )
         self.start.strategies.leave_out(strategy)
         return False
 

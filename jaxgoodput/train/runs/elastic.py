@@ -193,7 +193,8 @@ def fit_generations(
             if last_step() > first:
                 # Steps were done since and could not be kept, so that `kept` is of an earlier one.
                 logging.warning(
-                    "processes are gone: training resumes from another process's state or a checkpoint: %s",
+                    "processes of the job are gone (%s). Training resumes from the state of another process, "
+                    "or from a checkpoint, and repeats the steps since then.",
                     why,
                 )
                 kept = None

@@ -23,6 +23,7 @@ class RunState:
     step: int
     """The last step that was dispatched."""
     samples: int
+    """Samples that all dispatched steps have taken."""
     progress: float
     """Base steps done after `progress_step`, as last known."""
     progress_step: int

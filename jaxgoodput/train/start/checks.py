@@ -123,7 +123,10 @@ def try_state(setup: RunSetup, engine: Engine, state: TrainState, *, resumed: bo
     `engine` is the one that the run begins with. Other strategies, or processes that join, may give a run
     replicas only later, and it is not to end then.
     """
-    if not jax.tree.leaves(state.model_state) or not (who := _who_averages(setup, engine)):
+    if (
+        not jax.tree.leaves(state.model_state)
+        or (averaging := _who_averages(setup, engine)) is None
+    ):
         return
     is_read = resumed and isinstance(
         setup.inputs.dataset, StreamSource
@@ -134,9 +137,7 @@ def try_state(setup: RunSetup, engine: Engine, state: TrainState, *, resumed: bo
         engine.loss_checks.added_state(state, four) for four in unlike_halves(_first_rows(setup), 2)
     ]
     added, differing = (tuple(sorted(set().union(*names))) for names in zip(*tried, strict=True))
-    remedy = 'set Config.loss to "global": one call then sees the samples of all replicas.'
-    if setup.where.is_elastic:  # where a group of processes would still see its own samples only
-        remedy = f"train it in a fixed number of processes, and {remedy}"
+    who, remedy = averaging
     if added:
         raise ValueError(
             f"the model state {', '.join(added)} adds up over samples, and {who} sees only its own, so that "
@@ -147,23 +148,28 @@ def try_state(setup: RunSetup, engine: Engine, state: TrainState, *, resumed: bo
         )
     if differing := tuple(name for name in differing if name not in added):
         raise ValueError(
-            f"the model state {', '.join(differing)} is not floating and depends on the samples, of which "
-            f"{who} sees others: there is no mean of it. Make it floating, "
-            "if a mean over replicas is right; or, if it only ever adds up over samples, name it in "
+            f"the model state {', '.join(differing)} is not floating and depends on the samples, and {who} "
+            "sees its own, so that there is no mean of it. Make it floating if a mean over replicas is "
+            "right; or, if it only ever adds up over samples, name it in "
             f"Variables(summed={differing!r}). Or {remedy}"
         )
 
 
-def _who_averages(setup: RunSetup, engine: Engine) -> str:
-    """Return which replicas average their model states, now or later in this run; "" if none will."""
-    if setup.where.is_elastic:
-        return "each group of processes, of which others may join this one,"
+def _who_averages(setup: RunSetup, engine: Engine) -> tuple[str, str] | None:
+    """Return which replicas average their model states, now or later in this run, and how to avoid that.
+
+    None if none will.
+    """
+    remedy = 'set Config.loss to "global": one call then sees the samples of all replicas.'
+    if setup.where.is_elastic:  # each group of processes would still see its own samples only
+        who = "each group of processes (others may join this one)"
+        return who, f"train it in a fixed number of processes, and {remedy}"
     if _is_separate(engine):
-        return f"each of {engine.num_replicas} replicas"
+        return f"each of {engine.num_replicas} replicas", remedy
     for name, other in setup.engines.items():
         if _is_separate(other):
-            return f"each of {other.num_replicas} replicas under the strategy {name}"
-    return ""
+            return f"each of {other.num_replicas} replicas under the strategy {name}", remedy
+    return None
 
 
 def _is_separate(engine: Engine) -> bool:

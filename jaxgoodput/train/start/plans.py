@@ -244,10 +244,15 @@ def _engines_by_strategy(engines: Engines, where: Place) -> Mapping[str, Engine]
 
 
 def _warn_of_layout(engine: Engine) -> None:
-    """Warn of leaves that stay whole, and of a compiler that sends more than it needs to."""
+    """Warn of large parameters that are not cut, and of a compiler that sends more than it needs to."""
     strategy = engine.layout.strategy
     for sentence in whole_leaves(engine.programs.param_specs, engine.engines.state.params):
-        logging.warning("under %s, %s", strategy.name, sentence)
+        logging.warning(
+            "the strategy %s cuts the model, but every device holds this parameter whole: %s. To cut it, or "
+            "to say that this is intended, name it in Strategy.rules.",
+            strategy.name,
+            sentence,
+        )
     cut = [axis for axis in PRIORITIES if engine.layout.mesh.shape.get(axis, 1) > 1]
     if cut and not keeps_priorities():
         logging.warning(

@@ -170,7 +170,10 @@ def _trained(params: PyTree, mask: PyTree | None) -> PyTree:
         require_bools(mask, params)
     kept = params if mask is None else split(params, mask)[0]
     if not jax.tree.leaves(kept):
-        raise ValueError("there is nothing to train: init() has no leaf that trainable() allows.")
+        raise ValueError(
+            "there is nothing to train: init() has no leaf that trainable() allows. Return True for at least "
+            "one parameter."
+        )
     require_floating(kept)
     return kept
 
@@ -248,7 +251,9 @@ def evaluator_of(
     task, config, data = inputs.task, inputs.config, inputs.eval_dataset
     name = type(task).__name__
     if data is None:
-        raise ValueError(f"{name}.eval_dataset() returned None: there is nothing to evaluate on.")
+        raise ValueError(
+            f"{name}.eval_dataset() returned None: there is nothing to evaluate on. Return held-out samples."
+        )
     source = as_source(data)
     if is_endless(source):
         raise ValueError(

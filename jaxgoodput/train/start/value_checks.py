@@ -164,9 +164,8 @@ def alike(leaves: Mapping[str, Any], apart: Collection[str]) -> list[list[str]]:
     groups: dict[Hashable, list[str]] = {}
     for path in sorted(leaves):
         x = leaves[path]
-        groups.setdefault(path if path in apart else (x.shape, x.dtype, x.sharding), []).append(
-            path
-        )
+        kind = path if path in apart else (x.shape, x.dtype, x.sharding)
+        groups.setdefault(kind, []).append(path)
     starts = [(group, i) for group in groups.values() for i in range(0, len(group), MOST_ALIKE)]
     return [group[i : i + MOST_ALIKE] for group, i in starts]
 

@@ -217,21 +217,25 @@ def _root(low, found, asks, steps, since, alone):
 
 @dataclass(frozen=True, eq=False)
 class _Together:
-    """Jobs whose levels (weighted speeds) rise at the same time, each by its weight, at a total of `rate`.
+    """Jobs whose levels rise at the same time, each in proportion to its weight / gang size.
 
-    If `rate` is None, each rises at its own weight, whether others have stopped or not.
+    A level is a job's rate / proportional rate, as in `_fill`. If `rate` is given, the jobs share it: when
+    one stops, the others rise faster. If it is None, no job's rise depends on the others.
     """
 
     jobs: np.ndarray
+    """Their numbers in the problem."""
     weight: np.ndarray
+    """Weights of these jobs, in their order."""
     rate: float | None = None
+    """Sum over these jobs of gang size * rise of the level, per unit of t; see `path`."""
 
     def path(self, start, room, gang):
-        """Return how the jobs' levels rise together, and where the rise ends.
+        """Return a function from t to the levels of `self.jobs`, and the t at which all of them have stopped.
 
-        The first value is a function from t, a parameter that grows from 0, to the level of each job; the
-        second is the t from which no level rises. `start` and `room` are each job's level at 0 and the most
-        that it can rise; `gang` is the number of devices that the job uses at once.
+        t is a parameter that grows from 0; it has no unit. The arguments are arrays over all jobs of the
+        problem: `start` is a job's level at t = 0, `room` the most that the level can rise, and `gang` the
+        number of devices that the job uses at once.
         """
         unit = self.weight / gang[self.jobs]
         stop = room[self.jobs] / unit  # potential at which each job stops
@@ -253,13 +257,12 @@ class _InTurn:
     """Jobs whose levels (see `_Together`) rise one after another: one starts when the last has stopped."""
 
     jobs: np.ndarray
+    """Their numbers in the problem, in the order in which they rise."""
     rate: float
+    """Gang size * rise of the rising job's level, per unit of t."""
 
     def path(self, start, room, gang):
-        """Return how the jobs' levels rise one after another, and where the rise ends.
-
-        The values and arguments are those that `_Together.path` describes.
-        """
+        """Return the same as `_Together.path`, whose arguments it takes, for jobs that rise in turn."""
         unit = self.rate / gang[self.jobs]
         lasts = room[self.jobs] / unit
         begins = np.cumsum(lasts) - lasts
@@ -270,7 +273,11 @@ class _InTurn:
 
 
 def _fill(seen, problem, entities):
-    """Raise all levels until no job can rise. A level is a job's rate / proportional rate."""
+    """Return the `Fractions` at which no job can rise further, with all levels raised together from 0.
+
+    A level is a job's rate / proportional rate. `seen` is the problem with the speeds that the policy goes
+    by; `entities` say how the levels of their jobs rise. The objective is the lowest level * gang / weight.
+    """
     program = LinearProgram.of(seen)
     unit = seen.proportional_rate()
     unit = np.where(unit > 0, unit, 1.0)

@@ -49,9 +49,13 @@ class FractionProblem:
     scale_factor: Int[np.ndarray, " jobs"]
     """Devices in each job's gang."""
     capacity: Int[np.ndarray, " kinds"]
+    """Devices of each kind."""
     weight: Float[np.ndarray, " jobs"]
+    """Users' weights, above 0; a job of weight 2 deserves twice the share of a job of weight 1."""
     remaining_steps: Float[np.ndarray, " jobs"]
+    """Work left, in the unit of `throughput` times seconds."""
     since_arrival_s: Float[np.ndarray, " jobs"]
+    """Seconds since the job was submitted."""
     price: Float[np.ndarray, " kinds"]
     """Price per device and hour."""
     deadlines_s: Float[np.ndarray, " jobs"]
@@ -179,9 +183,11 @@ class Fractions:
     """The fraction of time that each job, and each pair on shared devices, runs on each kind of device."""
 
     alone: Float[np.ndarray, "jobs kinds"]
+    """Fraction of the time in which the job has devices of that kind for itself."""
     together: Float[np.ndarray, "pairs kinds"]
     """Fractions of the problem's `pairs`."""
     objective: float | None = None
+    """Value of the policy's objective, in its own unit; None if it has none."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Explanation, by id, for jobs that did not get what they asked for."""
     fills: bool = True

@@ -103,17 +103,23 @@ class LinearProgram:
 
 @dataclass(frozen=True, eq=False)
 class Gauge:
-    """The largest `scale` at which needs are met, variables that meet them, and the price of each row.
+    """The result of `gauge`: by how much all jobs' needs can be scaled at once, and what limits that.
 
-    For every feasible x, sum of job_price * rate(x) <= scale * sum of job_price * need (strong duality), with
-    sum of job_price * need = 1. The `kind_price` of a kind that does not limit the scale is 0.
+    A price tells how strongly a job, kind or quota limits the scale: 0 means that it does not. The prices
+    bound what any solution can reach: for every feasible x, sum of job_price * rate(x) <= scale (strong
+    duality).
     """
 
     scale: float
+    """The largest factor at which rate(x) >= factor * need for all jobs; infinite if all needs are 0."""
     x: Float[np.ndarray, " variables"]
+    """A solution that reaches `scale`: fractions of time, by variable of the `LinearProgram`."""
     job_price: Float[np.ndarray, " jobs"]
+    """Price of a step per second of each job, in units such that sum of job_price * need = 1."""
     kind_price: Float[np.ndarray, " kinds"]
+    """Above 0 for kinds of which more devices would raise the scale."""
     quota_price: Float[np.ndarray, " quotas"]
+    """Above 0 for quotas and limits (`FractionProblem.limits`) that hold the scale down."""
 
 
 def gauge(program: LinearProgram, need: Float[np.ndarray, " jobs"]) -> Gauge:

@@ -195,11 +195,11 @@ def _guaranteed_claims(
 
 
 class Market(NamedTuple):
-    """Prices of devices, and the cheapest way for each job to work at these prices."""
+    """Prices of devices, and what each job's cheapest shape costs and achieves at these prices."""
 
-    prices: np.ndarray  # [kinds] of one device, in units of weight
-    cost: np.ndarray  # [jobs] least cost of a unit of work; NaN = no shape is allowed
-    best: np.ndarray  # [jobs] goodput of the shape with that cost
+    prices: np.ndarray  # [kinds] price of one device, in units of weight
+    cost: np.ndarray  # [jobs] cost of a unit of work with the cheapest shape; NaN = none allowed
+    best: np.ndarray  # [jobs] goodput of the cheapest shape; NaN = none allowed
 
 
 def clearing_prices(

@@ -162,7 +162,12 @@ class NodeAgent:
     def _fail(self, error: BaseException) -> None:
         """End the agent because one of its threads failed. Its engine starts another agent."""
         name = self._part.node.name
-        logging.error("node %s: a worker of its agent has failed", name, exc_info=error)
+        logging.error(
+            "node %s: a thread of its agent has failed. The jobs here save and end, and then the agent ends. "
+            "Start it again if no engine does so.",
+            name,
+            exc_info=error,
+        )
         self._has_failed = True
 
     # -- asking for work -------------------------------------------------------------------------
@@ -311,7 +316,12 @@ class NodeAgent:
                 task.devices_per_process,
             )
         except Exception:
-            logging.exception("the hints of job %s cannot be read", task.job)
+            logging.exception(
+                "the measurements of job %s cannot be read from its journal in %s. The job goes on, but is "
+                "planned without new measurements. Check that this node can read that folder.",
+                task.job,
+                task.workdir,
+            )
             return None
 
     def _say_goodbye(self, _: Worker) -> None:
@@ -319,13 +329,18 @@ class NodeAgent:
         try:
             self._client().call("POST", "nodes", name, "down", changes=True, type_=Receipt)
         except (Unreachable, RequestRefused) as error:
-            logging.warning("the service could not be told that node %s leaves: %s", name, error)
+            logging.warning(
+                "the service could not be told that node %s leaves (%s). It marks the node as down once it "
+                "misses the heartbeats.",
+                name,
+                error,
+            )
 
     def _note_absence(self, error: Exception) -> None:
         if not self._is_away:
             self._is_away = True
             logging.warning(
-                "node %s: the service cannot be asked: %s. Its jobs keep their devices.",
+                "node %s: the service cannot be asked: %s. The agent keeps trying, and its jobs go on.",
                 self._part.node.name,
                 error,
             )

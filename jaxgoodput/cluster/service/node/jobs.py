@@ -28,9 +28,10 @@ LASTING = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ENOEXEC
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSettings:
-    """How processes are started on a node, and how long they get for each phase."""
+    """A node's name and address, and how long its jobs' processes may take to join, answer and save."""
 
     node: str
+    """The name of this node."""
     host: str
     """The address of this node for other nodes."""
     grace_s: float = 60.0
@@ -38,7 +39,9 @@ class LaunchSettings:
     join_s: float = 3.0
     """How long a starting job waits for more processes than its minimum."""
     admit_every_s: float = 2.0
+    """Least time that a job trains with the same processes before it lets more of them in."""
     silent_s: float = 10.0
+    """How long a process may go without a heartbeat before it is killed."""
 
 
 @dataclass

@@ -153,7 +153,10 @@ class Book:
             except CommandRefused as error:
                 answer = error
             except Exception as error:  # a defect fails its own request, not the rest of the batch
-                logging.exception("a request could not be decided")
+                logging.exception(
+                    "a request failed because of a defect of the service. It changed nothing, and other "
+                    "requests are served. Please report this traceback."
+                )
                 answer = error
             answers.append((asked, answer))
         if events:

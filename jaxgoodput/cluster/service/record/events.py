@@ -63,8 +63,11 @@ class PlanMade:
     """An event of the journal: a new plan is in force, by which some jobs hold other devices."""
 
     changes: Mapping[str, Allocation]
+    """New devices of the jobs that get others, by job."""
     solved_s: float
+    """Time of the policy's decision, in seconds of the service's own clock."""
     next_solve_s: float
+    """Latest time of the next decision."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,6 +58,7 @@ class JobEntry:
     started_s: float | None = None
     finished_s: float | None = None
     num_changes: int = 0
+    """How many times it got devices anew after its first start."""
     received_s: Mapping[str, float] = field(default_factory=dict)
     """Device-seconds held, by kind of device."""
     ran_s: Mapping[str, float] = field(default_factory=dict)
@@ -74,6 +75,7 @@ class JobEntry:
     saves: int = 0
     """Consecutive attempts that saved and ended although the job kept its devices."""
     code: int | None = None
+    """Exit code with which the job ended; None before, or if it did not end by itself."""
     hints: Hints | None = None
     past: tuple[HeldDevices, ...] = ()
 
@@ -102,15 +104,20 @@ class State:
     """The whole state of the cluster: what the events of the journal up to one position lead to."""
 
     seq: int = 0
+    """Position in the journal of the last event."""
     at_s: float = 0.0
+    """Time of that event, in seconds of the service's own clock."""
     nodes: Mapping[str, NodeEntry] = field(default_factory=dict)
     jobs: Mapping[str, JobEntry] = field(default_factory=dict)
     """All jobs by name, the oldest first."""
     answers: Mapping[str, StoredAnswer] = field(default_factory=dict)
     """Stored answers by idempotency key, the oldest first."""
     num_answer_letters: int = 0
+    """Characters of all stored answers together."""
     solved_s: float | None = None
+    """Time of the last plan; None if there is none."""
     next_solve_s: float = 0.0
+    """Latest time of the next plan."""
 
     @property
     def kind_of(self) -> dict[str, str]:

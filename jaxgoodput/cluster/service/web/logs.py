@@ -60,7 +60,8 @@ class Logs:
                     self._shorten(job, size)
             except OSError as error:
                 logging.warning(
-                    "lines that job %s printed are lost, as they could not be stored: %s",
+                    "lines that job %s printed could not be stored and are lost: %s. The job goes on. Free "
+                    "some space on the disk of the service's folder.",
                     job,
                     error,
                 )

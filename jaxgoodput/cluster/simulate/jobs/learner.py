@@ -122,7 +122,7 @@ class Learner:
     def configurations(
         self, placements: tuple[tuple[int, int], ...], batch: int | None
     ) -> Configurations:
-        """Return the configurations on (nodes, devices) pairs; None means any batch."""
+        """Return the configurations on (nodes, devices) pairs; a `batch` of None means all sizes tried."""
         key = placements, batch
         if key not in self._configurations:
             nodes, devices = zip(*placements, strict=True)
@@ -139,7 +139,11 @@ class Learner:
         placements: tuple[tuple[int, int], ...],
         batch: int | None,
     ) -> np.ndarray:
-        """Return useful samples/s by the model, `[placements, batches]`; 0 = not allowed."""
+        """Return useful samples/s, as the model `perf` predicts: `[placements, batches]`; 0 = not allowed.
+
+        Placements are (nodes, devices) pairs. `batch` is the only global batch to look at, for one column; if
+        None, the columns are the 50 sizes (`NUM_BATCHES`) that AdaptDL tries.
+        """
         found = self.configurations(placements, batch)
         key = id(perf), placements, batch
         if key not in self._speeds:
