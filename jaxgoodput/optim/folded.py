@@ -57,7 +57,7 @@ class Numbering:
         """Return what tells types of arrays apart."""
         return (x.shape, str(x.dtype))
 
-    def is_shaped(self, one: Any, place: int) -> bool:
+    def is_shaped(self, equation: Any, place: int) -> bool:
         """Return whether input `place` of an equation is a number that stands for any that shapes give."""
         return False
 
@@ -71,14 +71,18 @@ class Numbering:
         def read(x: Any) -> int:
             return self._constant(x.val, x.aval) if isinstance(x, Literal) else known[x]
 
-        for one in jaxpr.eqns:
-            given = tuple(
-                self._shaped(one, i) if self.is_shaped(one, i) else read(x)
-                for i, x in enumerate(one.invars)
+        for equation in jaxpr.eqns:
+            operands = tuple(
+                self._shaped(equation, i) if self.is_shaped(equation, i) else read(x)
+                for i, x in enumerate(equation.invars)
             )
-            inner = None if one.primitive.name in LOOPS else called_once(one)
-            found = self._called(jaxpr, one, given) if inner is None else self.outputs(inner, given)
-            known.update(zip(one.outvars, found, strict=True))
+            inner = None if equation.primitive.name in LOOPS else called_once(equation)
+            results = (
+                self._called(jaxpr, equation, operands)
+                if inner is None
+                else self.outputs(inner, operands)
+            )
+            known.update(zip(equation.outvars, results, strict=True))
         return [read(x) for x in jaxpr.outvars]
 
     def evaluated(self, wanted: Sequence[int], values: Mapping[int, Any]) -> list[Array]:
@@ -111,17 +115,18 @@ class Numbering:
         calls = {id(self._calls[number]): self._calls[number] for number in sorted(needed)}
         yield from calls.values()
 
-    def _called(self, within: Jaxpr, one: Any, inputs: tuple[int, ...]) -> tuple[int, ...]:
+    def _called(self, within: Jaxpr, equation: Any, inputs: tuple[int, ...]) -> tuple[int, ...]:
         """Return the numbers of the results of an equation, which are new if no equal one is known."""
         params = tuple(
             (name, self._key(value))
-            for name, value in sorted(self._params_of(one).items(), key=lambda x: x[0])
+            for name, value in sorted(self._params_of(equation).items(), key=lambda x: x[0])
         )
-        own = object() if one.effects else None  # what has effects is equal to nothing else
-        key = (one.primitive, inputs, params, own)
-        outputs = tuple(self._number((key, i)) for i in range(len(one.outvars)))
+        # What has effects is equal to nothing else.
+        identity = object() if equation.effects else None
+        key = (equation.primitive, inputs, params, identity)
+        outputs = tuple(self._number((key, i)) for i in range(len(equation.outvars)))
         if outputs and outputs[0] not in self._calls:
-            call = _Call(within, one, inputs, outputs)
+            call = _Call(within, equation, inputs, outputs)
             self._calls.update(dict.fromkeys(outputs, call))
         return outputs
 
@@ -139,12 +144,12 @@ class Numbering:
         self._constants.setdefault(number, value)
         return number
 
-    def _params_of(self, one: Any) -> Mapping[str, Any]:
+    def _params_of(self, equation: Any) -> Mapping[str, Any]:
         """Return the parameters that tell an equation apart from others."""
-        return one.params
+        return equation.params
 
-    def _shaped(self, one: Any, place: int) -> int:
-        return self._number(("shaped", str(one.invars[place].aval.dtype)))
+    def _shaped(self, equation: Any, place: int) -> int:
+        return self._number(("shaped", str(equation.invars[place].aval.dtype)))
 
     def _key(self, value: Any) -> Any:
         """Return what tells a parameter of an equation apart from others."""
@@ -189,19 +194,19 @@ class ShapelessNumbering(Numbering):
         """Return what tells types of arrays apart."""
         return (len(x.shape), str(x.dtype))
 
-    def is_shaped(self, one: Any, place: int) -> bool:
+    def is_shaped(self, equation: Any, place: int) -> bool:
         """Return whether input `place` of an equation is a number that stands for any that shapes give."""
-        return (id(one), place) in self._literals
+        return (id(equation), place) in self._literals
 
-    def _called(self, within: Jaxpr, one: Any, inputs: tuple[int, ...]) -> tuple[int, ...]:
-        if one.primitive.name in _RESHAPING:
+    def _called(self, within: Jaxpr, equation: Any, inputs: tuple[int, ...]) -> tuple[int, ...]:
+        if equation.primitive.name in _RESHAPING:
             return inputs[:1]
-        return super()._called(within, one, inputs)
+        return super()._called(within, equation, inputs)
 
-    def _params_of(self, one: Any) -> Mapping[str, Any]:
-        if one.primitive.name == "integer_pow":
-            return one.params
-        return {name: x for name, x in one.params.items() if not _is_of_axes(x)}
+    def _params_of(self, equation: Any) -> Mapping[str, Any]:
+        if equation.primitive.name == "integer_pow":
+            return equation.params
+        return {name: x for name, x in equation.params.items() if not _is_of_axes(x)}
 
     def _kind_of(self, aval: Any) -> Any:
         return self.type_of(aval)
@@ -223,14 +228,14 @@ def shaped_literals(function: Any, other: Any) -> frozenset[tuple[int, int]] | N
     if len(ours.eqns) != len(others.eqns):
         return None
     found: set[tuple[int, int]] = set()
-    for one, twin in zip(ours.eqns, others.eqns, strict=True):
-        if one.primitive is not twin.primitive or len(one.invars) != len(twin.invars):
+    for equation, twin in zip(ours.eqns, others.eqns, strict=True):
+        if equation.primitive is not twin.primitive or len(equation.invars) != len(twin.invars):
             return None
-        for i, (x, y) in enumerate(zip(one.invars, twin.invars, strict=True)):
+        for i, (x, y) in enumerate(zip(equation.invars, twin.invars, strict=True)):
             both = isinstance(x, Literal) and isinstance(y, Literal)
             if both and not np.array_equal(x.val, y.val):
-                found.add((id(one), i))
-        inside = _functions(one), _functions(twin)
+                found.add((id(equation), i))
+        inside = _functions(equation), _functions(twin)
         if len(inside[0]) != len(inside[1]):
             return None
         for x, y in zip(*inside, strict=True):
@@ -241,10 +246,10 @@ def shaped_literals(function: Any, other: Any) -> frozenset[tuple[int, int]] | N
     return frozenset(found)
 
 
-def _functions(one: Any) -> list[Any]:
+def _functions(equation: Any) -> list[Any]:
     """Return the functions that an equation holds."""
     leaves = jax.tree.leaves(
-        list(one.params.values()), is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)
+        list(equation.params.values()), is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)
     )
     return [x for x in leaves if isinstance(x, ClosedJaxpr | Jaxpr)]
 
@@ -267,19 +272,19 @@ def _evaluated(call: _Call, known: Mapping[int, Any]) -> list[Any]:
 
     What an optimizer does with gradients would be hidden behind the noise that it adds.
     """
-    one, values = call.equation, {}
-    if one.primitive.name == "random_bits":
-        (made,) = (x.aval for x in one.outvars)
-        return [jnp.full(made.shape, jnp.iinfo(made.dtype).max // 2 + 1, made.dtype)]
-    for variable, number in zip(one.invars, call.inputs, strict=True):
+    equation, values = call.equation, {}
+    if equation.primitive.name == "random_bits":
+        (aval,) = (x.aval for x in equation.outvars)
+        return [jnp.full(aval.shape, jnp.iinfo(aval.dtype).max // 2 + 1, aval.dtype)]
+    for variable, number in zip(equation.invars, call.inputs, strict=True):
         if not isinstance(variable, Literal):
             values[variable] = known[number]
     alone = call.within.replace(
         constvars=[],
         invars=list(values),
-        outvars=one.outvars,
-        eqns=[one],
-        effects=one.effects,
+        outvars=equation.outvars,
+        eqns=[equation],
+        effects=equation.effects,
     )
     return jaxpr_as_fun(ClosedJaxpr(alone, []))(*values.values())
 
@@ -308,9 +313,9 @@ class FoldedUpdate:
         numbering: Callable[[], Numbering] = Numbering,
     ) -> "FoldedUpdate":
         """Find the classes of a traced update."""
-        numbers, made = cls(traced, clocks, (), numbering)._init
+        numbers, firsts = cls(traced, clocks, (), numbering)._init
         avals = [numbers.type_of(x) for x in jax.tree.leaves(traced.state)]
-        classes = _numbered(zip(made, avals, strict=True))
+        classes = _numbered(zip(firsts, avals, strict=True))
         while True:
             folded = cls(traced, clocks, classes, numbering)
             refined = _numbered(zip(classes, folded._update[2], strict=True))
@@ -342,9 +347,9 @@ class FoldedUpdate:
 
     def init(self, value: Any) -> list[Array]:
         """Return the first state for parameters that are `value` everywhere."""
-        numbering, made = self._init
+        numbering, firsts = self._init
         values = self._params(numbering, value)
-        return numbering.evaluated([made[i] for i in self._first_of_state], values)
+        return numbering.evaluated([firsts[i] for i in self._first_of_state], values)
 
     def update(
         self, gradient: Callable[[Any], Array], state: list[Array], value: Any, count: Any
@@ -354,15 +359,15 @@ class FoldedUpdate:
         `gradient` makes a leaf's gradient from its abstract value; parameters are `value` everywhere.
         """
         numbering, moved, after = self._update
-        given = self._arguments(numbering, gradient, state, value, count)
+        arguments = self._arguments(numbering, gradient, state, value, count)
         wanted = [moved[i] for i in self.first_of_leaves]
         next_state = [after[i] for i in self._first_of_state]
-        found = numbering.evaluated([*wanted, *next_state], given)
+        results = numbering.evaluated([*wanted, *next_state], arguments)
         typed = [
             new if new.dtype == old.dtype else new.astype(old.dtype)
-            for new, old in zip(found[len(wanted) :], state, strict=True)
+            for new, old in zip(results[len(wanted) :], state, strict=True)
         ]
-        return found[: len(wanted)], typed
+        return results[: len(wanted)], typed
 
     def scales(self, function: Callable[[PyTree], PyTree], state: list[Array]) -> list[Array]:
         """Return the leaves of `function(state)`, from the arrays of each class of a state's leaves."""
@@ -402,15 +407,15 @@ class FoldedUpdate:
         paths = [jax.tree_util.keystr(p) for p, _ in _with_paths(self.traced.state)]
         grads, rest = avals[:num_leaves], avals[num_leaves:]
         states, params = rest[: len(paths)], rest[len(paths) : len(paths) + num_leaves]
-        found = [(numbering.argument("grad", numbering.type_of(x)), ("grad", x)) for x in grads]
-        for path, x, own in zip(paths, states, self.state_classes, strict=True):
+        inputs = [(numbering.argument("grad", numbering.type_of(x)), ("grad", x)) for x in grads]
+        for path, x, state_class in zip(paths, states, self.state_classes, strict=True):
             if path in self.clocks:
-                found.append((numbering.argument("count", numbering.type_of(x)), ("count", x)))
+                inputs.append((numbering.argument("count", numbering.type_of(x)), ("count", x)))
             else:
-                found.append((numbering.argument("state", own), ("state", own)))
-        found += [(_param(numbering, x), ("param", x)) for x in params]
-        found += [(numbering.argument("loss"), ("loss", x)) for x in avals[-1:]]
-        return found
+                inputs.append((numbering.argument("state", state_class), ("state", state_class)))
+        inputs += [(_param(numbering, x), ("param", x)) for x in params]
+        inputs += [(numbering.argument("loss"), ("loss", x)) for x in avals[-1:]]
+        return inputs
 
     def _arguments(
         self,
@@ -420,7 +425,7 @@ class FoldedUpdate:
         value: Any,
         count: Any,
     ) -> dict[int, Any]:
-        def made(what: str, of: Any) -> Any:
+        def filled(what: str, of: Any) -> Any:
             if what == "state":
                 return state[of]
             if what == "grad":
@@ -428,7 +433,7 @@ class FoldedUpdate:
             filling = {"count": count, "param": value, "loss": 1.0}[what]
             return jnp.full(of.shape, filling, of.dtype)
 
-        return {number: made(*what) for number, what in dict(self._inputs(numbering)).items()}
+        return {number: filled(*what) for number, what in dict(self._inputs(numbering)).items()}
 
     def _params(self, numbering: Numbering, value: Any) -> dict[int, Any]:
         avals = {numbering.type_of(x): x for x in jax.tree.leaves(self.traced.params)}

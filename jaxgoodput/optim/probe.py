@@ -229,12 +229,13 @@ class Probe:
 
     @functools.cached_property
     def _folded(self) -> FoldedUpdate | None:
-        """The update on few elements per leaf, for which the state has its real structure; None if unknown.
+        """The update on few elements per leaf, computed as on all; None if there is none.
 
-        Masks and labels may ask for shapes, mostly for the number of axes.
+        Masks and labels may ask for shapes, mostly for the number of axes. So state and expressions must be
+        the real ones, but for the lengths of axes. If only the state is, it is used with a warning.
         """
         reason: Any = None
-        parted: FoldedUpdate | None = None
+        alike: FoldedUpdate | None = None
         for shapes in _shortened([x.shape for x in jax.tree.leaves(self._params)]):
             try:
                 folded = FoldedUpdate.of(self._reshaped(shapes), self._clocks.steady)
@@ -244,16 +245,18 @@ class Probe:
             if jax.tree.structure(folded.traced.state) == jax.tree.structure(self._real.state):
                 if self._is_like_real(folded):
                     return folded
-                parted = parted or folded
+                alike = alike or folded
         smaller = "if leaves are smaller, and they are too large to try"
-        if parted is None:
+        if alike is None:
             self._warn(reason or f"its state has another structure {smaller}")
         else:
             self._warn(f"its updates are other expressions {smaller}")
-        return parted
+        return alike
 
     def _is_like_real(self, folded: FoldedUpdate) -> bool:
         """Return whether updates are the real ones, but for the lengths of axes, and numbers from these."""
+        if self._has_same_expressions(folded, ShapelessNumbering()):
+            return True
         shaped = self._shaped_literals | _shaped_literals(folded.traced)
         return self._has_same_expressions(folded, ShapelessNumbering(shaped))
 
