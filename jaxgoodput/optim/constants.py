@@ -25,7 +25,7 @@ _ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
     "add_any": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
-    "div": lambda x, y: x / y if np.issubdtype(x.dtype, np.inexact) else np.fix(x / y),
+    "div": lambda x, y: x / y if jnp.issubdtype(x.dtype, jnp.inexact) else np.fix(x / y),
     "rem": np.fmod,
     "neg": np.negative,
     "sign": np.sign,
@@ -60,6 +60,12 @@ _ZERO_IF_FIRST = frozenset(
 )
 _CONCRETE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 LOOPS = frozenset("scan while".split())  # their bodies run more than once
+# Equations that are one call of their function. Others that hold a function call it as often as they like:
+# `reduce` and `reduce_window` once per element, with as many arguments as they have inputs.
+_CALLS = frozenset(
+    "jit pjit closed_call core_closed_call call core_call eval_jaxpr checkpoint remat remat2 custom_jvp_call "
+    "custom_jvp_call_jaxpr custom_vjp_call custom_vjp_call_jaxpr".split()
+)
 
 
 def constant_outputs(traced: ClosedJaxpr, known: Mapping[int, Any]) -> list[Value]:
@@ -78,6 +84,23 @@ def constant_outputs(traced: ClosedJaxpr, known: Mapping[int, Any]) -> list[Valu
         arguments[place] = np.asarray(value, traced.in_avals[place].dtype)
     with np.errstate(all="ignore"):
         return _outputs(traced, arguments)
+
+
+def affected_outputs(function: ClosedJaxpr | Jaxpr, arguments: Sequence[bool]) -> list[bool]:
+    """Return for each output whether one of some arguments, the ones that are True, may affect it."""
+    jaxpr = function.jaxpr if isinstance(function, ClosedJaxpr) else function
+    affected = {x for x, is_one in zip(jaxpr.invars, arguments, strict=True) if is_one}
+
+    def is_affected(x: Any) -> bool:
+        return not isinstance(x, Literal) and x in affected
+
+    for equation in jaxpr.eqns:
+        inputs, inner = list(map(is_affected, equation.invars)), called_once(equation)
+        results = [any(inputs)] * len(equation.outvars)
+        if inner is not None:
+            results = affected_outputs(inner, inputs)
+        affected.update(x for x, is_one in zip(equation.outvars, results, strict=True) if is_one)
+    return list(map(is_affected, jaxpr.outvars))
 
 
 def _outputs(function: ClosedJaxpr | Jaxpr, arguments: Sequence[Value]) -> list[Value]:
@@ -201,6 +224,8 @@ def _common(results: Sequence[list[Value]]) -> list[Value]:
 
 def called_once(one: Any) -> ClosedJaxpr | Jaxpr | None:
     """Return the function that an equation calls once with its own inputs; None if there is none."""
+    if one.primitive.name not in _CALLS:
+        return None
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = one.params.get(name)
         if isinstance(inner, ClosedJaxpr | Jaxpr):

@@ -27,6 +27,7 @@ _BY_ELEMENT = frozenset(
     "log log1p expm1 tanh floor ceil round cos sin eq ne lt le gt ge and or not xor convert_element_type "
     "select_n is_finite copy copy_p stop_gradient erf logistic real imag".split()
 )
+_RESHAPING = frozenset("transpose reshape squeeze expand_dims broadcast_in_dim copy copy_p".split())
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,14 @@ class Numbering:
         """
         return self._number(("argument", key))
 
+    def type_of(self, x: Any) -> Any:
+        """Return what tells types of arrays apart."""
+        return (x.shape, str(x.dtype))
+
+    def is_shaped(self, equation: Any, place: int) -> bool:
+        """Return whether input `place` of an equation is a number that stands for any that shapes give."""
+        return False
+
     def outputs(self, function: ClosedJaxpr | Jaxpr, inputs: Sequence[int]) -> list[int]:
         """Return the numbers of a function's outputs, given the ones of its inputs."""
         is_closed = isinstance(function, ClosedJaxpr)
@@ -65,11 +74,18 @@ class Numbering:
         def read(x: Any) -> int:
             return self._constant(x.val, x.aval) if isinstance(x, Literal) else known[x]
 
-        for one in jaxpr.eqns:
-            given = tuple(map(read, one.invars))
-            inner = None if one.primitive.name in LOOPS else called_once(one)
-            found = self._called(jaxpr, one, given) if inner is None else self.outputs(inner, given)
-            known.update(zip(one.outvars, found, strict=True))
+        for equation in jaxpr.eqns:
+            operands = tuple(
+                self._shaped(equation, i) if self.is_shaped(equation, i) else read(x)
+                for i, x in enumerate(equation.invars)
+            )
+            inner = None if equation.primitive.name in LOOPS else called_once(equation)
+            results = (
+                self._called(jaxpr, equation, operands)
+                if inner is None
+                else self.outputs(inner, operands)
+            )
+            known.update(zip(equation.outvars, results, strict=True))
         return [read(x) for x in jaxpr.outvars]
 
     def evaluated(self, wanted: Sequence[int], values: Mapping[int, Any]) -> list[Array]:
@@ -102,17 +118,18 @@ class Numbering:
         calls = {id(self._calls[number]): self._calls[number] for number in sorted(needed)}
         yield from calls.values()
 
-    def _called(self, within: Jaxpr, one: Any, inputs: tuple[int, ...]) -> tuple[int, ...]:
+    def _called(self, within: Jaxpr, equation: Any, inputs: tuple[int, ...]) -> tuple[int, ...]:
         """Return the numbers of the results of an equation, which are new if no equal one is known."""
         params = tuple(
             (name, self._key(value))
-            for name, value in sorted(one.params.items(), key=lambda x: x[0])
+            for name, value in sorted(self._params_of(equation).items(), key=lambda x: x[0])
         )
-        own = object() if one.effects else None  # what has effects is equal to nothing else
-        key = (one.primitive, inputs, params, own)
-        outputs = tuple(self._number((key, i)) for i in range(len(one.outvars)))
+        # What has effects is equal to nothing else.
+        identity = object() if equation.effects else None
+        key = (equation.primitive, inputs, params, identity)
+        outputs = tuple(self._number((key, i)) for i in range(len(equation.outvars)))
         if outputs and outputs[0] not in self._calls:
-            call = _Call(within, one, inputs, outputs)
+            call = _Call(within, equation, inputs, outputs)
             self._calls.update(dict.fromkeys(outputs, call))
         return outputs
 
@@ -130,6 +147,13 @@ class Numbering:
         self._constants.setdefault(number, value)
         return number
 
+    def _params_of(self, equation: Any) -> Mapping[str, Any]:
+        """Return the parameters that tell an equation apart from others."""
+        return equation.params
+
+    def _shaped(self, equation: Any, place: int) -> int:
+        return self._number(("shaped", str(equation.invars[place].aval.dtype)))
+
     def _key(self, value: Any) -> Any:
         """Return what tells a parameter of an equation apart from others."""
         if isinstance(value, ClosedJaxpr | Jaxpr):
@@ -146,14 +170,91 @@ class Numbering:
         """Return what tells a function apart from others: its results, as expressions of its arguments."""
         if id(function) not in self._functions:
             jaxpr = function.jaxpr if isinstance(function, ClosedJaxpr) else function
-            avals = tuple(str(x.aval) for x in jaxpr.invars)
+            avals = tuple(self._kind_of(x.aval) for x in jaxpr.invars)
             inner = [self.argument("inner", i, aval) for i, aval in enumerate(avals)]
             found = (avals, tuple(self.outputs(function, inner)))
             self._functions[id(function)] = (function, found)  # kept, so that no other has its id
         return self._functions[id(function)][1]
 
+    def _kind_of(self, aval: Any) -> Any:
+        return str(aval)
+
     def _number(self, key: Any) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
+
+
+class ShapelessNumbering(Numbering):
+    """Gives equal numbers to expressions that differ in the lengths of axes alone.
+
+    `shaped` has the literals that stand for any number that shapes give (`shaped_literals`).
+    """
+
+    def __init__(self, shaped: frozenset[tuple[int, int]] = frozenset()) -> None:
+        super().__init__()
+        self._literals = shaped
+
+    def type_of(self, x: Any) -> Any:
+        """Return what tells types of arrays apart."""
+        return (len(x.shape), str(x.dtype))
+
+    def is_shaped(self, equation: Any, place: int) -> bool:
+        """Return whether input `place` of an equation is a number that stands for any that shapes give."""
+        return (id(equation), place) in self._literals
+
+    def _called(self, within: Jaxpr, equation: Any, inputs: tuple[int, ...]) -> tuple[int, ...]:
+        if equation.primitive.name in _RESHAPING:
+            return inputs[:1]
+        return super()._called(within, equation, inputs)
+
+    def _params_of(self, equation: Any) -> Mapping[str, Any]:
+        if equation.primitive.name == "integer_pow":
+            return equation.params
+        return {name: x for name, x in equation.params.items() if not _is_of_axes(x)}
+
+    def _kind_of(self, aval: Any) -> Any:
+        return self.type_of(aval)
+
+
+def _is_of_axes(value: Any) -> bool:
+    """Return whether a parameter consists of whole numbers: axes, lengths, or places along them."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_of_axes, value))
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def shaped_literals(function: Any, other: Any) -> frozenset[tuple[int, int]] | None:
+    """Return the literals that shapes give: they differ in another trace of a function, at other shapes.
+
+    Each is the `id` of its equation in `function`, and its place. None if the traces have other equations.
+    """
+    ours, others = (x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in (function, other))
+    if len(ours.eqns) != len(others.eqns):
+        return None
+    found: set[tuple[int, int]] = set()
+    for equation, twin in zip(ours.eqns, others.eqns, strict=True):
+        if equation.primitive is not twin.primitive or len(equation.invars) != len(twin.invars):
+            return None
+        for i, (x, y) in enumerate(zip(equation.invars, twin.invars, strict=True)):
+            both = isinstance(x, Literal) and isinstance(y, Literal)
+            if both and not np.array_equal(x.val, y.val):
+                found.add((id(equation), i))
+        inside = _functions(equation), _functions(twin)
+        if len(inside[0]) != len(inside[1]):
+            return None
+        for x, y in zip(*inside, strict=True):
+            inner = shaped_literals(x, y)
+            if inner is None:
+                return None
+            found |= inner
+    return frozenset(found)
+
+
+def _functions(equation: Any) -> list[Any]:
+    """Return the functions that an equation holds."""
+    leaves = jax.tree.leaves(
+        list(equation.params.values()), is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)
+    )
+    return [x for x in leaves if isinstance(x, ClosedJaxpr | Jaxpr)]
 
 
 class _Same:
@@ -170,17 +271,23 @@ class _Same:
 
 
 def _evaluated(call: _Call, known: Mapping[int, Any]) -> list[Any]:
-    """Return the results of one equation."""
-    one, values = call.equation, {}
-    for variable, number in zip(one.invars, call.inputs, strict=True):
+    """Return the results of one equation; random bits are the ones in the middle, and so normal noise is 0.
+
+    What an optimizer does with gradients would be hidden behind the noise that it adds.
+    """
+    equation, values = call.equation, {}
+    if equation.primitive.name == "random_bits":
+        (aval,) = (x.aval for x in equation.outvars)
+        return [jnp.full(aval.shape, jnp.iinfo(aval.dtype).max // 2 + 1, aval.dtype)]
+    for variable, number in zip(equation.invars, call.inputs, strict=True):
         if not isinstance(variable, Literal):
             values[variable] = known[number]
     alone = call.within.replace(
         constvars=[],
         invars=list(values),
-        outvars=one.outvars,
-        eqns=[one],
-        effects=one.effects,
+        outvars=equation.outvars,
+        eqns=[equation],
+        effects=equation.effects,
     )
     return jaxpr_as_fun(ClosedJaxpr(alone, []))(*values.values())
 
@@ -198,15 +305,22 @@ class FoldedUpdate:
     """Paths of the counts in the state that get a given count in every update."""
     state_classes: tuple[int, ...]
     """Class of each leaf of the state."""
+    numbering: Callable[[], Numbering] = Numbering
+    """Maker of the numbering that says which values are equal."""
 
     @classmethod
-    def of(cls, traced: TracedUpdate, clocks: frozenset[str]) -> "FoldedUpdate":
+    def of(
+        cls,
+        traced: TracedUpdate,
+        clocks: frozenset[str],
+        numbering: Callable[[], Numbering] = Numbering,
+    ) -> "FoldedUpdate":
         """Find the classes of a traced update."""
-        _, made = cls(traced, clocks, ())._init
-        avals = [(str(x.dtype), x.shape) for x in jax.tree.leaves(traced.state)]
-        classes = _numbered(zip(made, avals, strict=True))
+        numbers, firsts = cls(traced, clocks, (), numbering)._init
+        avals = [numbers.type_of(x) for x in jax.tree.leaves(traced.state)]
+        classes = _numbered(zip(firsts, avals, strict=True))
         while True:
-            folded = cls(traced, clocks, classes)
+            folded = cls(traced, clocks, classes, numbering)
             refined = _numbered(zip(classes, folded._update[2], strict=True))
             if max(refined, default=0) == max(classes, default=0):
                 return folded
@@ -218,6 +332,17 @@ class FoldedUpdate:
         return np.array(_numbered(self._update[1]), int)
 
     @property
+    def expressions(self) -> tuple[list[int], tuple[int, ...]]:
+        """The numbers of the updates, and the classes of the state that they are expressed in."""
+        return self._update[1], self.state_classes
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements of one leaf of each class."""
+        leaves = jax.tree.leaves(self.traced.params)
+        return sum(leaves[i].size for i in self.first_of_leaves)
+
+    @property
     def is_by_element(self) -> bool:
         """Whether updates are computed element by element, so that no shape matters."""
         numbering, moved, _ = self._update
@@ -225,9 +350,9 @@ class FoldedUpdate:
 
     def init(self, value: Any) -> list[Array]:
         """Return the first state for parameters that are `value` everywhere."""
-        numbering, made = self._init
+        numbering, firsts = self._init
         values = self._params(numbering, value)
-        return numbering.evaluated([made[i] for i in self._first_of_state], values)
+        return numbering.evaluated([firsts[i] for i in self._first_of_state], values)
 
     def update(
         self, gradient: Callable[[Any], Array], state: list[Array], value: Any, count: Any
@@ -237,15 +362,15 @@ class FoldedUpdate:
         `gradient` makes a leaf's gradient from its abstract value; parameters are `value` everywhere.
         """
         numbering, moved, after = self._update
-        given = self._arguments(numbering, gradient, state, value, count)
+        arguments = self._arguments(numbering, gradient, state, value, count)
         wanted = [moved[i] for i in self.first_of_leaves]
         next_state = [after[i] for i in self._first_of_state]
-        found = numbering.evaluated([*wanted, *next_state], given)
+        results = numbering.evaluated([*wanted, *next_state], arguments)
         typed = [
             new if new.dtype == old.dtype else new.astype(old.dtype)
-            for new, old in zip(found[len(wanted) :], state, strict=True)
+            for new, old in zip(results[len(wanted) :], state, strict=True)
         ]
-        return found[: len(wanted)], typed
+        return results[: len(wanted)], typed
 
     def scales(self, function: Callable[[PyTree], PyTree], state: list[Array]) -> list[Array]:
         """Return the leaves of `function(state)`, from the arrays of each class of a state's leaves."""
@@ -268,14 +393,14 @@ class FoldedUpdate:
 
     @functools.cached_property
     def _init(self) -> tuple[Numbering, list[int]]:
-        numbering = Numbering()
+        numbering = self.numbering()
         jaxpr = jax.make_jaxpr(self.traced.tx.init)(self.traced.params)
         return numbering, numbering.outputs(jaxpr, [_param(numbering, x) for x in jaxpr.in_avals])
 
     @functools.cached_property
     def _update(self) -> tuple[Numbering, list[int], list[int]]:
         """The numbers of all updates and of the whole next state."""
-        numbering, num_leaves = Numbering(), self.traced.num_leaves
+        numbering, num_leaves = self.numbering(), self.traced.num_leaves
         outputs = numbering.outputs(self.traced.jaxpr, [x for x, _ in self._inputs(numbering)])
         return numbering, outputs[:num_leaves], outputs[num_leaves:]
 
@@ -285,15 +410,15 @@ class FoldedUpdate:
         paths = [jax.tree_util.keystr(p) for p, _ in _with_paths(self.traced.state)]
         grads, rest = avals[:num_leaves], avals[num_leaves:]
         states, params = rest[: len(paths)], rest[len(paths) : len(paths) + num_leaves]
-        found = [(numbering.argument("grad", _type(x)), ("grad", x)) for x in grads]
-        for path, x, own in zip(paths, states, self.state_classes, strict=True):
+        inputs = [(numbering.argument("grad", numbering.type_of(x)), ("grad", x)) for x in grads]
+        for path, x, state_class in zip(paths, states, self.state_classes, strict=True):
             if path in self.clocks:
-                found.append((numbering.argument("count", _type(x)), ("count", x)))
+                inputs.append((numbering.argument("count", numbering.type_of(x)), ("count", x)))
             else:
-                found.append((numbering.argument("state", own), ("state", own)))
-        found += [(_param(numbering, x), ("param", x)) for x in params]
-        found += [(numbering.argument("loss"), ("loss", x)) for x in avals[-1:]]
-        return found
+                inputs.append((numbering.argument("state", state_class), ("state", state_class)))
+        inputs += [(_param(numbering, x), ("param", x)) for x in params]
+        inputs += [(numbering.argument("loss"), ("loss", x)) for x in avals[-1:]]
+        return inputs
 
     def _arguments(
         self,
@@ -303,7 +428,7 @@ class FoldedUpdate:
         value: Any,
         count: Any,
     ) -> dict[int, Any]:
-        def made(what: str, of: Any) -> Any:
+        def filled(what: str, of: Any) -> Any:
             if what == "state":
                 return state[of]
             if what == "grad":
@@ -311,10 +436,10 @@ class FoldedUpdate:
             filling = {"count": count, "param": value, "loss": 1.0}[what]
             return jnp.full(of.shape, filling, of.dtype)
 
-        return {number: made(*what) for number, what in dict(self._inputs(numbering)).items()}
+        return {number: filled(*what) for number, what in dict(self._inputs(numbering)).items()}
 
     def _params(self, numbering: Numbering, value: Any) -> dict[int, Any]:
-        avals = {_type(x): x for x in jax.tree.leaves(self.traced.params)}
+        avals = {numbering.type_of(x): x for x in jax.tree.leaves(self.traced.params)}
         return {_param(numbering, x): jnp.full(x.shape, value, x.dtype) for x in avals.values()}
 
 
@@ -322,12 +447,8 @@ def _with_paths(tree: PyTree) -> list[tuple[Any, Any]]:
     return jax.tree_util.tree_leaves_with_path(tree)
 
 
-def _type(x: Any) -> tuple[Any, str]:
-    return (x.shape, str(x.dtype))
-
-
 def _param(numbering: Numbering, x: Any) -> int:
-    return numbering.argument("param", _type(x))
+    return numbering.argument("param", numbering.type_of(x))
 
 
 def _numbered(keys: Any) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ treats alike are run as one (`folded`), and all probes together, in one compiled
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from absl import logging
 from jaxtyping import Array, PyTree
 
 from jaxgoodput._pytree import wide_dtype
-from jaxgoodput.optim.folded import FoldedUpdate
+from jaxgoodput.optim.folded import FoldedUpdate, ShapelessNumbering, shaped_literals
 from jaxgoodput.optim.memory import Decays, averages, decays_of
 from jaxgoodput.optim.preconditioner import MomentConstants, covers, preconditioner, second_moments
 from jaxgoodput.optim.traced import NO_CLOCKS, Clocks, TracedUpdate, traced_update
@@ -31,8 +31,11 @@ NOISE = 3.0  # noise of probing gradients, relative to their mean
 NUM_ALTERNATING = 40
 NUM_NOISY, NUM_RUNS = 256, 16  # updates of a probe with noise, and its repetitions
 START = 0.1  # parameters of most probes; not 0, because some optimizers scale their steps by them
-CUTS = (1, 8, 128)  # lengths at most of the axes of probed leaves
+CUTS = (1, 8, 128, 1024)  # lengths at most of the axes of probed leaves
 MAX_ELEMENTS = 2**16  # of all different shapes together, if shapes matter
+MAX_AT_ONCE = (
+    2**12
+)  # elements with which all runs are computed together; it takes 35 kB of memory for each
 
 # Runs of the main probe: places in `_entries`.
 _PLUS, _MINUS, _TWICE, _MINUS_TWICE = range(4)
@@ -63,6 +66,7 @@ class Probe:
         self._clocks = clocks
         self._params = jax.tree.map(_wide, traced.params)
         self._outcomes: dict[int, _Runs | None] = {}
+        self._has_warned = False
 
     @classmethod
     def of(cls, tx: optax.GradientTransformation, params: PyTree) -> "Probe":
@@ -211,7 +215,9 @@ class Probe:
             values = [found.states[x][_PLUS, at] for x in folded.state_classes]
             # In the types of the run: half precision is too coarse for these averages.
             real = jax.tree.leaves(self._real.state)
-            typed = [x.astype(y.dtype) for x, y in zip(values, real, strict=True)]
+            typed = [
+                x if _is_key(y) else x.astype(y.dtype) for x, y in zip(values, real, strict=True)
+            ]
             return jax.tree.unflatten(jax.tree.structure(folded.traced.state), typed)
 
         decays = decays_of(state(0), state(1))
@@ -223,21 +229,70 @@ class Probe:
 
     @functools.cached_property
     def _folded(self) -> FoldedUpdate | None:
-        """The update on few elements per leaf, for which the state has its real structure; None if unknown.
+        """The update on few elements per leaf, computed as on all; None if there is none.
 
-        Masks and labels may ask for shapes, mostly for the number of axes.
+        Masks and labels may ask for shapes, mostly for the number of axes. So state and expressions must be
+        the real ones, but for the lengths of axes. If only the state is, it is used with a warning.
         """
-        found = None
-        for cut in CUTS:
-            cut_down = jax.tree.map(functools.partial(_cut, at=cut), self._params)
+        reason: Any = None
+        alike: FoldedUpdate | None = None
+        for shapes in _shortened([x.shape for x in jax.tree.leaves(self._params)]):
             try:
-                found = FoldedUpdate.of(traced_update(self._real.tx, cut_down), self._clocks.steady)
+                folded = FoldedUpdate.of(self._reshaped(shapes), self._clocks.steady)
             except Exception as error:  # a user's own link may raise anything
-                logging.info("cannot probe the optimizer, so defaults are used: %r", error)
-                return found
-            if jax.tree.structure(found.traced.state) == jax.tree.structure(self._real.state):
-                break
-        return found
+                reason = reason or error
+                continue
+            if jax.tree.structure(folded.traced.state) == jax.tree.structure(self._real.state):
+                if self._is_like_real(folded):
+                    return folded
+                alike = alike or folded
+        smaller = "if leaves are smaller, and they are too large to try"
+        if alike is None:
+            self._warn(reason or f"its state has another structure {smaller}")
+        else:
+            self._warn(f"its updates are other expressions {smaller}")
+        return alike
+
+    def _is_like_real(self, folded: FoldedUpdate) -> bool:
+        """Return whether updates are the real ones, but for the lengths of axes, and numbers from these."""
+        if self._has_same_expressions(folded, ShapelessNumbering()):
+            return True
+        shaped = self._shaped_literals | _shaped_literals(folded.traced)
+        return self._has_same_expressions(folded, ShapelessNumbering(shaped))
+
+    def _has_same_expressions(self, folded: FoldedUpdate, numbering: ShapelessNumbering) -> bool:
+        real, ours = (
+            FoldedUpdate.of(traced, self._clocks.steady, lambda: numbering).expressions
+            for traced in (self._real, folded.traced)
+        )
+        return real == ours
+
+    @functools.cached_property
+    def _shaped_literals(self) -> frozenset[tuple[int, int]]:
+        return _shaped_literals(self._real)
+
+    def _is_by_element(self, folded: FoldedUpdate) -> bool:
+        """Return whether updates are computed by element, and the real ones as the ones of `folded`."""
+        if not FoldedUpdate.of(self._real, frozenset()).is_by_element:
+            return False
+        return self._has_same_expressions(folded, ShapelessNumbering())
+
+    def _reshaped(self, shapes: Sequence[tuple[int, ...]]) -> TracedUpdate:
+        """Trace the update for leaves of the parameters that have other `shapes`."""
+        return _reshaped(self._real.tx, self._params, shapes)
+
+    def _warn(self, reason: Any) -> None:
+        """Warn, once, that the optimizer cannot be asked."""
+        if not self._has_warned:
+            self._has_warned = True
+            logging.warning(
+                "optimizer() could not be tried on small gradients before training: %s. So what it does with "
+                "gradients is not fully known, and the learning-rate rule for larger batches, its noise and "
+                "its constants may be defaults. Choose the rule yourself, with Config.rule: "
+                "jg.rules.adam_scale if it divides gradients by their size, as Adam does, and otherwise "
+                "jg.rules.adascale.",
+                f"{type(reason).__name__}: {reason}" if isinstance(reason, Exception) else reason,
+            )
 
     def _outcome(self, count: int) -> _Runs | None:
         """Return what the optimizer did with schedules held at `count`; None if that is unknown."""
@@ -248,7 +303,7 @@ class Probe:
                 try:
                     moved, states = self._compiled(entries, starts, values, count)
                 except Exception as error:  # a user's own link may raise anything
-                    logging.info("cannot run the optimizer, so defaults are used: %r", error)
+                    self._warn(error)
                 else:
                     moved = _without_infinities(moved)[..., self._folded.leaf_classes]
                     own = [_without_infinities(x) for x in states]
@@ -280,9 +335,11 @@ class Probe:
                 return state, (jnp.stack(means), state)
 
             _, (moved, states) = jax.lax.scan(updated, folded.init(start), entries)
-            return moved, [x[jnp.array([0, 1, -1])] for x in states]
+            return moved, [_without_key(x)[jnp.array([0, 1, -1])] for x in states]
 
-        return jax.vmap(one)(entries, starts, values)
+        if folded.num_elements <= MAX_AT_ONCE:
+            return jax.vmap(one)(entries, starts, values)
+        return jax.lax.map(lambda run: one(*run), (entries, starts, values))
 
     def _run_noisy(self) -> np.ndarray | None:
         """Return means of updates under noise, `[runs, updates, leaves]`; None if unknown."""
@@ -296,7 +353,7 @@ class Probe:
         try:
             moved, _ = self._compiled(entries, starts, starts, self.count)
         except Exception as error:  # a user's own link may raise anything
-            logging.info("cannot probe the optimizer for noise, so a default is used: %r", error)
+            self._warn(error)
             return None
         return _without_infinities(moved)[..., self._folded.leaf_classes].astype(np.float64)
 
@@ -356,14 +413,14 @@ class Probe:
         shapes = {x.shape for x in jax.tree.leaves(self._params)}
         share = min((MAX_ELEMENTS / max(sum(map(math.prod, shapes)), 1)) ** 0.5, 1.0)
         try:
-            if self._folded is None or FoldedUpdate.of(self._real, frozenset()).is_by_element:
+            if self._folded is None or self._is_by_element(self._folded):
                 return ones
             here, there = self._along(self._folded), self._along(self._resized(share))
             if share < 1:
                 smaller = self._along(self._resized(share / 2))
                 there *= (there / np.where(smaller > 0, smaller, np.nan)) ** -math.log2(share)
         except Exception as error:  # a user's own link may raise anything
-            logging.info("cannot probe the optimizer at its real shapes: %r", error)
+            self._warn(error)
             return ones
         factors = there / np.where(here > 0, here, np.nan)
         return np.where(np.isfinite(factors) & (factors > 0), factors, 1.0)
@@ -371,11 +428,8 @@ class Probe:
     def _resized(self, share: float) -> FoldedUpdate:
         """Return the update for parameters whose axes are shorter by a factor."""
 
-        def resized(x: Any) -> jax.ShapeDtypeStruct:
-            shape = tuple(math.ceil(n * share) for n in x.shape)
-            return jax.ShapeDtypeStruct(shape, x.dtype)
-
-        traced = traced_update(self._real.tx, jax.tree.map(resized, self._params))
+        leaves = jax.tree.leaves(self._params)
+        traced = self._reshaped([tuple(math.ceil(n * share) for n in x.shape) for x in leaves])
         return FoldedUpdate.of(traced, self._clocks.steady)
 
     def _along(self, folded: FoldedUpdate) -> np.ndarray:
@@ -478,8 +532,62 @@ def _wide(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, wide_dtype(x.dtype))
 
 
-def _cut(x: Any, at: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(tuple(max(min(n, at), 1) for n in x.shape), x.dtype)
+def _reshaped(
+    tx: optax.GradientTransformation, params: PyTree, shapes: Sequence[tuple[int, ...]]
+) -> TracedUpdate:
+    leaves, structure = jax.tree.flatten(params)
+    made = [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, leaves, strict=True)]
+    return traced_update(tx, structure.unflatten(made))
+
+
+def _shaped_literals(traced: TracedUpdate) -> frozenset[tuple[int, int]]:
+    """Return the literals of an update that shapes give: they change if axes are a little longer."""
+    found: frozenset[tuple[int, int]] = frozenset()
+    shapes = [x.shape for x in jax.tree.leaves(traced.params)]
+    for step in (
+        1,
+        -1,
+    ):  # axes get longer by other lengths, so that the ratios of lengths change too
+        nudged = [
+            tuple(n + 1 + i for n, i in zip(shape, range(len(shape))[::step], strict=True))
+            for shape in shapes
+        ]
+        try:
+            other = _reshaped(traced.tx, traced.params, nudged)
+        except Exception as error:  # a user's own link may raise anything; then no literal is known
+            logging.debug("the optimizer does not take leaves of other lengths: %r", error)
+        else:
+            found |= shaped_literals(traced.jaxpr, other.jaxpr) or frozenset()
+    return found
+
+
+def _shortened(shapes: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    """Yield smaller and then less small shapes for leaves, at last their own, as far as these can be run."""
+    ways: list[Callable[[tuple[int, ...]], tuple[int, ...]]] = [
+        *(functools.partial(_cut, at=at) for at in CUTS),
+        lambda shape: shape[:1] + _cut(shape[1:], at=1),
+        lambda shape: _cut(shape[:-1], at=1) + shape[-1:],
+        lambda shape: shape,
+    ]
+    tried = []
+    for way in ways:
+        made = [tuple(max(n, 1) for n in way(shape)) for shape in shapes]
+        if made not in tried and sum(map(math.prod, set(made))) <= MAX_ELEMENTS:
+            tried.append(made)
+            yield made
+
+
+def _cut(shape: tuple[int, ...], at: int) -> tuple[int, ...]:
+    return tuple(min(n, at) for n in shape)
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _without_key(x: Array) -> Array:
+    """Return an array that NumPy knows: random keys as their numbers."""
+    return jax.random.key_data(x) if _is_key(x) else x
 
 
 def _without_infinities(values: Any) -> np.ndarray:

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, PyTree
 
 from jaxgoodput._pytree import wide_dtype
-from jaxgoodput.optim.constants import constant_outputs
+from jaxgoodput.optim.constants import affected_outputs, constant_outputs
 
 SCHEDULES = ("ScaleByScheduleState", "WrappedScheduleState", "WeightDecaySchedule")
 """Types of optax, by name, that hold the count of a schedule and nothing else."""
@@ -31,18 +31,19 @@ BY_UPDATES = {
 }
 """Wrappers that mean a number of updates, by the type of their state."""
 OWN_COUNTS = {
-    "ProdigyState": "optax.contrib.prodigy",
-    "DAdaptAdamWState": "optax.contrib.dadapt_adamw",
-    "MomoState": "optax.contrib.momo",
-    "MomoAdamState": "optax.contrib.momo_adam",
-    "MadgradState": "optax.contrib.madgrad",
-    "ScaleByAdemamixState": "optax.contrib.ademamix",
-    "ScaleBySimplifiedAdEMAMixState": "optax.contrib.simplified_ademamix",
+    "ProdigyState": ("optax.contrib.prodigy", "count"),
+    "DAdaptAdamWState": ("optax.contrib.dadapt_adamw", "count"),
+    "MomoState": ("optax.contrib.momo", "count"),
+    "MomoAdamState": ("optax.contrib.momo_adam", "count"),
+    "MadgradState": ("optax.contrib.madgrad", "count"),
+    "ScaleByAdemamixState": ("optax.contrib.ademamix", "count_m2"),
+    "ScaleBySimplifiedAdEMAMixState": ("optax.contrib.simplified_ademamix", "t"),
+    "ScheduleFreeState": ("optax.contrib.schedule_free", "step_count"),
 }
-"""Optimizers that call a schedule with a count that they need for sums of updates, too, by their state."""
+"""Optimizers that call a schedule with a count of their own, by their state, with the field of the count."""
 _COUNTERS = {"MultiStepsState": ("mini_step", "gradient_step"), "ApplyEvery": ("count", "")}
 """Fields that count the updates that a wrapper holds back, and lets through."""
-_COUNTS = (0, 7, 1000)
+_COUNTS_TO_ADVANCE = (0, 7, 1000)
 _NUM_SUCCESSIVE = 32  # successive counts, at which a schedule seldom changes its direction
 _MAX_TURNS = 4
 _DISTANT = tuple(4**i for i in range(3, 11))
@@ -91,6 +92,13 @@ class TracedUpdate:
                 return known
             known = stays
 
+    def is_needed(self, place: int) -> bool:
+        """Return whether leaf `place` of the state may affect an update, or another leaf of the state."""
+        at = self.num_leaves + place
+        inputs = [i == at for i in range(len(self.jaxpr.in_avals))]
+        outputs = affected_outputs(self.jaxpr, inputs)
+        return any(outputs[:at]) or any(outputs[at + 1 :])
+
     def is_steady(self, place: int) -> bool:
         """Return whether leaf `place` of the state goes up by one in every update of a run."""
         at = self.num_leaves + place
@@ -100,7 +108,7 @@ class TracedUpdate:
             return after is not None and int(after) == count + 1
 
         largest = jnp.iinfo(self.jaxpr.in_avals[at].dtype).max
-        return all(advanced(count) for count in _COUNTS if count < largest)
+        return all(advanced(count) for count in _COUNTS_TO_ADVANCE if count < largest)
 
 
 @dataclass(frozen=True)
@@ -186,11 +194,24 @@ def with_counts_at(state: PyTree, paths: frozenset[str], count: Array) -> PyTree
     return jax.tree_util.tree_map_with_path(placed, state)
 
 
-def own_counts(state: PyTree) -> tuple[str, ...]:
-    """Return the optimizers in a state whose own schedules can only go by updates."""
-    kinds: dict[str, None] = {}
-    jax.tree.leaves(state, is_leaf=lambda node: bool(kinds.setdefault(type(node).__name__)))
-    return tuple(OWN_COUNTS[kind] for kind in kinds if kind in OWN_COUNTS)
+def own_counts(traced: TracedUpdate) -> tuple[str, ...]:
+    """Return the optimizers in an update whose own schedules can only go by updates.
+
+    An optimizer whose count affects nothing but itself has no schedule: the rate is a constant. Others may
+    have one, or need the count for a sum.
+    """
+    found: dict[str, None] = {}
+
+    def note(node: Any) -> bool:
+        if _is_of_optax(node) and type(node).__name__ in OWN_COUNTS:
+            name, field = OWN_COUNTS[type(node).__name__]
+            place = getattr(node, field, None)  # None in a version of optax that names it otherwise
+            if place is None or traced.is_needed(place):
+                found[name] = None
+        return False
+
+    jax.tree.leaves(_numbered(traced.state), is_leaf=note)
+    return tuple(found)
 
 
 def by_updates(traced: TracedUpdate) -> tuple[str, ...]:
@@ -198,8 +219,6 @@ def by_updates(traced: TracedUpdate) -> tuple[str, ...]:
 
     A wrapper that lets every update through (`optax.MultiSteps(tx, 1)`) means none.
     """
-    leaves, structure = jax.tree.flatten(traced.state)
-    numbered = structure.unflatten(range(len(leaves)))
     found: dict[str, None] = {}
 
     def note(node: Any) -> bool:
@@ -208,8 +227,14 @@ def by_updates(traced: TracedUpdate) -> tuple[str, ...]:
             found[BY_UPDATES[kind]] = None
         return False
 
-    jax.tree.leaves(numbered, is_leaf=note)
+    jax.tree.leaves(_numbered(traced.state), is_leaf=note)
     return tuple(found)
+
+
+def _numbered(state: PyTree) -> PyTree:
+    """Return a state with the place of each leaf instead of it."""
+    leaves, structure = jax.tree.flatten(state)
+    return structure.unflatten(range(len(leaves)))
 
 
 def _lets_all_through(traced: TracedUpdate, numbered: Any) -> bool:

@@ -30,7 +30,7 @@ from jaxgoodput.optim.traced import (
 
 _SAME_SHARE = 1.5  # leaves whose shares of noise differ by a smaller factor have one rule
 _SHARE_ERROR = 0.01  # of a measured share; shares near 0 differ by any factor
-_COUNTS = (1, 100, 1_000, 10_000, 100_000)  # at which schedules are tried
+_TRIED_COUNTS = (1, 100, 1_000, 10_000, 100_000)  # at which schedules are tried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def treatment_of(
         moves=tuple(map(bool, moves)),
         clocks=clocks,
         by_updates=by_updates(traced),
-        own_counts=own_counts(traced.state),
+        own_counts=own_counts(traced),
         is_adam_like=bool(probed.divides.any()),
         rule=_leaf_rules(probed, rule, preconditioned is not False),
         moments=probed.moments,
@@ -142,7 +142,7 @@ class _Probed:
 
     def step_sizes(self, by_size: np.ndarray) -> np.ndarray:
         """Return the step size of each leaf at the highest point of its schedule that was tried."""
-        counts = _COUNTS if self.clocks.steady else _COUNTS[:1]
+        counts = _TRIED_COUNTS if self.clocks.steady else _TRIED_COUNTS[:1]
         return self.probe.step_sizes(by_size=by_size, moments=self.moments, counts=counts)
 
 
@@ -155,7 +155,7 @@ def _held_where_all_move(
     """
     probe = Probe(traced, clocks)
     found, before = None, None
-    for count in _COUNTS if clocks.steady else _COUNTS[:1]:
+    for count in _TRIED_COUNTS if clocks.steady else _TRIED_COUNTS[:1]:
         probe.count = count
         grows = probe.normalises()
         found = grows if found is None else found
@@ -166,7 +166,7 @@ def _held_where_all_move(
             break
         before = hidden
     assert found is not None
-    probe.count = _COUNTS[0]
+    probe.count = _TRIED_COUNTS[0]
     return probe, found
 
 

@@ -1,5 +1,6 @@
 """An optimizer that is asked tells whether it normalises gradients, and its constants."""
 
+import math
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxgoodput.optim.preconditioner import MomentConstants
@@ -131,15 +132,152 @@ def test_groups_with_other_constants_have_their_own():
     assert bias == MomentConstants(b2=0.99, eps=1e-6)
 
 
-def test_a_link_that_looks_at_real_shapes_is_unknown():
+def strict(shape):
+    """A link that takes only gradients whose kernel has this shape."""
+
     def update(updates, state, params=None):
-        assert updates["kernel"].shape == (30, 20)
+        assert updates["kernel"].shape == shape, "another shape"
         return updates, state
 
-    strict = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-    assert np.isnan(Probe.of(optax.chain(strict, optax.sgd(0.1)), PARAMS).normalises()).all()
-    found = Probe.of(optax.chain(strict, optax.adam(0.1)), PARAMS).moment_constants()
-    assert set(found) == {MomentConstants()}
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def large(rows):
+    return {**PARAMS, "kernel": jax.ShapeDtypeStruct((rows, rows), jnp.float32)}
+
+
+def test_a_link_that_takes_only_real_shapes_is_tried_with_these(caplog):
+    for tx in (optax.sgd(0.1), optax.adam(0.1, b2=0.9)):
+        alone = Probe.of(tx, PARAMS)
+        found = Probe.of(optax.chain(strict((30, 20)), tx), PARAMS)
+        np.testing.assert_array_equal(found.normalises(), alone.normalises())
+        assert found.moment_constants() == alone.moment_constants()
+    assert not caplog.records
+
+
+def test_a_link_that_takes_only_large_shapes_is_unknown_and_named_once(caplog):
+    link, params = strict((2000, 2000)), large(2000)
+    probe = Probe.of(optax.chain(link, optax.adam(0.1, b2=0.9)), params)
+    assert np.isnan(probe.normalises()).all()
+    assert set(probe.moment_constants()) == {MomentConstants()}
+    assert noise_share(probe.noise_left()) == 1.0
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    for word in ("another shape", "Config.rule", "defaults"):
+        assert word in record.getMessage()
+
+
+def by_rows(large, small, rows):
+    """An optimizer that is chosen by the length of a leaf's first axis."""
+
+    def labels(params):
+        return jax.tree.map(lambda x: "large" if x.shape[0] >= rows else "small", params)
+
+    return optax.multi_transform({"large": large, "small": small}, labels)
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "adam": lambda: optax.adam(0.01, b2=0.95),
+    "lion": lambda: optax.lion(0.01),
+    "sign": lambda: optax.sign_sgd(0.01),
+    "long adam": lambda: optax.adam(0.01, b2=0.99),
+}
+
+
+@settings(max_examples=3, deadline=None)
+@given(
+    names=st.permutations(list(OPTIMIZERS)),
+    rows=st.integers(2, 3000),
+    columns=st.integers(1, 8),
+)
+@example(names=["lion", "adam"], rows=1000, columns=8)
+@example(names=["sgd", "sign"], rows=1000, columns=4)
+@example(names=["adam", "long adam"], rows=1000, columns=4)
+def test_optimizers_that_are_chosen_by_the_size_of_leaves_are_found(names, rows, columns):
+    """The state of the leaves at which an optimizer is tried has the structure of the real one."""
+    first, second = (OPTIMIZERS[name]() for name in names[:2])
+    params = {
+        "kernel": jax.ShapeDtypeStruct((rows + 100, columns), jnp.float32),
+        "bias": jax.ShapeDtypeStruct((1,), jnp.float32),
+    }
+    found = Probe.of(by_rows(first, second, rows), params)
+    named = optax.multi_transform(
+        {"large": first, "small": second}, {"kernel": "large", "bias": "small"}
+    )
+    expected = Probe.of(named, params)
+    np.testing.assert_array_equal(found.normalises(), expected.normalises())
+    np.testing.assert_allclose(found.noise_left(), expected.noise_left(), rtol=0.02)
+    assert found.moment_constants() == expected.moment_constants()
+    assert found.long_averages() == expected.long_averages()
+
+
+DIVISORS = {
+    "rows": lambda shape: shape[0],
+    "size": math.prod,
+    "root": lambda shape: math.sqrt(shape[0]),
+    "aspect": lambda shape: max(1, shape[0] / shape[1]) ** 0.5,
+    "large": lambda shape: 10.0 if shape[0] > 16 else 1.0,
+}
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    divisor=st.sampled_from(list(DIVISORS)),
+    shape=st.tuples(st.integers(1, 200), st.integers(1, 60)),
+    momentum=st.sampled_from([None, 0.5]),
+)
+@example(divisor="rows", shape=(64, 8), momentum=None)
+@example(divisor="large", shape=(64, 8), momentum=None)
+def test_step_sizes_that_follow_from_shapes_are_the_ones_of_real_shapes(divisor, shape, momentum):
+    """A rule such as muP divides by the length of an axis: a constant of the trace that shapes give."""
+    divided_by = DIVISORS[divisor]
+
+    def scaled(updates, params):
+        return jax.tree.map(lambda g: g / divided_by(g.shape), updates)
+
+    tx = optax.chain(optax.sgd(0.1, momentum=momentum), optax.stateless(scaled))
+    params = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    (found,) = Probe.of(tx, params).step_sizes()
+    expected = 0.1 / (1 - (momentum or 0)) / divided_by(shape)
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_leaves_that_are_treated_differently_at_sizes_that_cannot_be_run_are_named(caplog):
+    tx = by_rows(optax.sgd(0.1), optax.sign_sgd(0.1), 70_000)
+    params = {**PARAMS, "kernel": jax.ShapeDtypeStruct((80_000, 8), jnp.float32)}
+    Probe.of(tx, params).normalises()
+    (record,) = caplog.records
+    assert "other expressions" in record.getMessage()
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "lamb", "muon", "clipped"])
+def test_optimizers_whose_constants_follow_from_shapes_are_asked_with_one_element(name, caplog):
+    """Means over elements, norms and transposes are no other treatment, however large leaves are."""
+    tx = {
+        "adamw": optax.adamw(0.1),
+        "adafactor": optax.adafactor(0.1),
+        "lamb": optax.lamb(0.1),
+        "muon": optax.contrib.muon(0.1),
+        "clipped": optax.chain(optax.clip_by_block_rms(1.0), optax.centralize(), optax.sgd(0.1)),
+    }[name]
+    params = {
+        "wide": jax.ShapeDtypeStruct((500, 70_000), jnp.float32),
+        "tall": jax.ShapeDtypeStruct((70_000, 500), jnp.float32),
+        "bias": jax.ShapeDtypeStruct((500,), jnp.float32),
+    }
+    Probe.of(tx, params).normalises()
+    assert not caplog.records
+
+
+def test_optimizers_that_are_chosen_by_sizes_that_cannot_be_run_are_named(caplog):
+    labels = by_rows(optax.lion(0.01), optax.adam(0.01), 70_000)
+    params = {**PARAMS, "kernel": jax.ShapeDtypeStruct((80_000, 8), jnp.float32)}
+    probe = Probe.of(labels, params)
+    assert np.isnan(probe.normalises()).all() and probe.long_averages() == ()
+    (record,) = caplog.records
+    assert "too large to try" in record.getMessage()
 
 
 def test_the_constants_of_others_are_those_of_optax():
@@ -163,13 +301,8 @@ def test_how_much_noise_an_optimizer_divides_by(tx, least, most):
 
 
 def test_of_what_cannot_be_asked_all_noise_is_left():
-    def update(updates, state, params=None):
-        assert updates["kernel"].shape == (30, 20)
-        return updates, state
-
-    broken = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-    for tx in (broken, optax.set_to_zero()):
-        assert noise_share(Probe.of(tx, PARAMS).noise_left()) == 1.0
+    for tx, params in ((strict((2000, 2000)), large(2000)), (optax.set_to_zero(), PARAMS)):
+        assert noise_share(Probe.of(tx, params).noise_left()) == 1.0
 
 
 def test_only_updates_in_proportion_to_the_gradient_lag():

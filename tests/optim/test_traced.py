@@ -8,14 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jax import lax
 
 from jaxgoodput.optim.constants import constant_outputs
 from jaxgoodput.optim.traced import (
     UnsupportedOptimizer,
     by_updates,
     clocks_of,
+    own_counts,
     traced_update,
     with_counts_at,
 )
@@ -387,3 +389,145 @@ def test_an_error_of_an_optimizers_own_is_quoted():
         UnsupportedOptimizer, match=r"cannot make an update .*never on a Monday.*tx\.update"
     ):
         traced_update(tx, PARAMS)
+
+
+FOLDED_TYPES = ["float32", "float16", "bfloat16", "int32", "uint32"]
+FOLDED_OPERATIONS = {
+    "add": lax.add,
+    "sub": lax.sub,
+    "mul": lax.mul,
+    "div": lax.div,
+    "rem": lax.rem,
+    "max": lax.max,
+    "min": lax.min,
+    "pow": lambda x, y: lax.pow(x, y) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+    "cubed": lambda x, y: lax.integer_pow(x, 3),
+    "square": lambda x, y: lax.square(x),
+    "sign": lambda x, y: lax.sign(x),
+    "clamp": lambda x, y: lax.clamp(y, x, y),
+    "less": lax.lt,
+    "equal": lax.eq,
+    "floor": lambda x, y: lax.floor(x) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+    "mean": lambda x, y: (x / y).astype(x.dtype),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(FOLDED_TYPES),
+    name=st.sampled_from(list(FOLDED_OPERATIONS)),
+    x=st.integers(0, 5),
+    y=st.integers(1, 5),
+)
+@example(dtype="bfloat16", name="div", x=1, y=2)
+@example(dtype="bfloat16", name="rem", x=5, y=2)
+@example(dtype="bfloat16", name="pow", x=3, y=2)
+def test_constants_are_computed_as_jax_does_in_every_type(dtype, name, x, y):
+    function = FOLDED_OPERATIONS[name]
+    inputs = [jnp.full(3, value, dtype) for value in (x, y)]
+    (found,) = constant_outputs(jax.make_jaxpr(function)(*inputs), {0: x, 1: y})
+    real = np.asarray(function(*inputs))
+    assert found is not None and found.dtype == real.dtype
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64), real.astype(np.float64)[0], rtol=2 * _precision(dtype)
+    )
+
+
+def _precision(dtype):
+    return float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
+
+
+CALLS = {
+    "jit": jax.jit,
+    "nested": lambda f: jax.jit(jax.jit(f)),
+    "remat": jax.checkpoint,
+    "custom_jvp": lambda f: _with_rule(jax.custom_jvp(f)),
+    "custom_vjp": lambda f: _with_rules(jax.custom_vjp(f)),
+}
+
+
+def _with_rule(f):
+    f.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
+    return f
+
+
+def _with_rules(f):
+    f.defvjp(lambda x: (x, None), lambda _, g: (g,))
+    return f
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_are_looked_into(name):
+    function = CALLS[name](lambda x: x * 2 + 1)
+    (found,) = constant_outputs(jax.make_jaxpr(function)(jnp.ones(3)), {0: 3})
+    assert found == 7
+
+
+COMBINED = {
+    "sum": (lambda a, b: (a + b) * 1.0, 0.0),
+    "weighted": (lambda a, b: a + 2 * b, 0.0),
+    "product": (lambda a, b: a * b + a * 0, 1.0),
+    "largest": (lambda a, b: lax.max(a, b) * 1.0 + 0 * a, 0.0),
+}
+WAYS = {
+    "reduce": lambda x, start, f: lax.reduce(x, np.float32(start), f, (0,)),
+    "reduce_window": lambda x, start, f: lax.reduce_window(
+        x, np.float32(start), f, (3,), (3,), "VALID"
+    )[0],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", COMBINED)
+def test_a_function_that_is_called_for_each_element_is_not_taken_for_one_call(way, name):
+    """`lax.reduce` has as many inputs as its function has arguments, and calls it many times."""
+    function, start = COMBINED[name]
+
+    def update(updates, state, params=None):
+        total = WAYS[way](state, start, function)
+        known = WAYS[way](jnp.full(3, 2.0), start, function)
+        return jax.tree.map(lambda g: g * (total - known), updates), state
+
+    tx = optax.GradientTransformation(lambda params: jnp.full(4, 2.0)[:3], update)
+    traced = traced_update(tx, PARAMS)
+    assert all(traced.moves())  # unknown
+    (found,) = constant_outputs(
+        jax.make_jaxpr(lambda x: WAYS[way](x * 0 + 2, start, function))(jnp.ones(3)), {}
+    )
+    real = WAYS[way](jnp.full(3, 2.0), start, function)
+    assert found is None or found == real
+
+
+class ProdigyState(NamedTuple):
+    """A user's own state, with a name that optax has too."""
+
+    count: Any
+
+
+WITH_OWN_COUNTS = {
+    "prodigy": (optax.contrib.prodigy, True),
+    "dadapt_adamw": (optax.contrib.dadapt_adamw, True),
+    "momo": (optax.contrib.momo, True),
+    "momo_adam": (optax.contrib.momo_adam, True),
+    "madgrad": (optax.contrib.madgrad, True),
+    "ademamix": (lambda rate: optax.contrib.ademamix(0.1, alpha=rate), False),
+    "schedule_free": (lambda rate: optax.contrib.schedule_free(optax.sgd(0.1), rate), False),
+}
+
+
+@pytest.mark.parametrize("is_deep", [False, True], ids=["alone", "deep"])
+@pytest.mark.parametrize("name", WITH_OWN_COUNTS)
+def test_optimizers_with_schedules_of_their_own_are_named(name, is_deep):
+    """A constant needs no name, if the trace tells it from a schedule."""
+    make, needs_count_for_sums = WITH_OWN_COUNTS[name]
+    for rate, is_named in ((SCHEDULE, True), (0.1, needs_count_for_sums)):
+        tx = make(rate)
+        if is_deep:
+            tx = optax.chain(optax.clip(1.0), tx, optax.scale_by_schedule(SCHEDULE))
+        expected = (f"optax.contrib.{name}",) if is_named else ()
+        assert own_counts(traced_update(tx, PARAMS)) == expected
+
+
+def test_a_users_own_state_is_not_taken_for_one_of_optax_by_its_name():
+    tx = optax.chain(by_count(scaled, ProdigyState, lambda state: state.count), optax.sgd(0.1))
+    assert own_counts(traced_update(tx, PARAMS)) == ()

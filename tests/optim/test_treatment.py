@@ -539,3 +539,35 @@ def test_any_optimizer_that_is_accepted_can_be_treated(name):
             gradients(turn), state, PARAMS, global_batch_size=BASE, value=jnp.ones(())
         )
         assert jax.tree.structure(updates) == jax.tree.structure(PARAMS)
+
+
+RANDOM = {
+    "noisy_sgd": lambda: (optax.noisy_sgd(0.1, key=jax.random.key(0)), optax.sgd(0.1)),
+    "adam": lambda: (
+        optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.adam(0.01)),
+        optax.adam(0.01),
+    ),
+    "seed": lambda: (
+        optax.chain(optax.add_noise(0.1, 0.5, 0), optax.lion(0.01)),
+        optax.lion(0.01),
+    ),
+    "rbg": lambda: (
+        optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0, impl="rbg")), optax.lion(0.01)),
+        optax.lion(0.01),
+    ),
+    "group": lambda: (
+        groups(optax.noisy_sgd(0.1, key=jax.random.key(0)), optax.adam(0.01), optax.lion(0.01)),
+        groups(optax.sgd(0.1), optax.adam(0.01), optax.lion(0.01)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_an_optimizer_that_keeps_a_random_key_is_treated_as_without_it(name):
+    tx, plain = RANDOM[name]()
+    found, expected = treatment_of(tx, PARAMS), treatment_of(plain, PARAMS)
+    assert found.moves == expected.moves
+    assert found.moments == expected.moments
+    assert found.long_averages == pytest.approx(expected.long_averages, rel=1e-4)
+    assert found.rule.rule_of_leaf == expected.rule.rule_of_leaf
+    np.testing.assert_allclose(found.rule.step_sizes, expected.rule.step_sizes, rtol=1e-3)
