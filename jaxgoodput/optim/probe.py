@@ -415,7 +415,9 @@ class Probe:
         try:
             if self._folded is None or self._is_by_element(self._folded):
                 return ones
-            here, there = self._along(self._folded), self._along(self._resized(share))
+            # As the runs: their gradients have equal elements, in shapes that need not be single elements.
+            here = self._along(self._folded, jnp.ones)
+            there = self._along(self._resized(share))
             if share < 1:
                 smaller = self._along(self._resized(share / 2))
                 there *= (there / np.where(smaller > 0, smaller, np.nan)) ** -math.log2(share)
@@ -432,8 +434,10 @@ class Probe:
         traced = self._reshaped([tuple(math.ceil(n * share) for n in x.shape) for x in leaves])
         return FoldedUpdate.of(traced, self._clocks.steady)
 
-    def _along(self, folded: FoldedUpdate) -> np.ndarray:
-        """Return how far the first update goes along a gradient of random signs, `[leaves]`."""
+    def _along(
+        self, folded: FoldedUpdate, signs_of: Callable[[Sequence[int]], Array] | None = None
+    ) -> np.ndarray:
+        """Return how far the first update goes along a gradient, by default of random signs, `[leaves]`."""
         entry = _entry(NORM, self._num_leaves)
         leaves = jax.tree.leaves(folded.traced.params)
         shapes = [leaves[i].shape for i in folded.first_of_leaves]
@@ -452,7 +456,8 @@ class Probe:
             pairs = zip(moved(entry), moved(-entry), shapes, strict=True)
             return jnp.stack([jnp.real(jnp.mean((x - y) * given[s])) / 2 for x, y, s in pairs])
 
-        found = np.asarray(along(list(map(_signs, shapes_once)), self.count), np.float64)
+        signs = list(map(signs_of or _signs, shapes_once))
+        found = np.asarray(along(signs, self.count), np.float64)
         return np.abs(found)[folded.leaf_classes]
 
 

@@ -213,6 +213,7 @@ SHAPES = st.one_of(
 @example(names=("muon", "adam", "adam"), shapes=((140, 200), (7,), (40, 3)), seed=0)
 @example(names=("muon", "sgd", "sign"), shapes=((420, 300), (7,), (2, 2)), seed=1)
 @example(names=("normalised", "sgd", "lars"), shapes=((30, 30), (90,), (40, 9)), seed=2)
+@example(names=("adafactor", "adam", "muon"), shapes=((140, 200), (49,), (32, 2)), seed=1)
 @jax.numpy_rank_promotion("allow")
 def test_each_leaf_weighs_as_much_as_its_real_update_decreases_the_loss(names, shapes, seed):
     """In any shape and beside any other: g'u after many updates in a loop of optax's own."""
