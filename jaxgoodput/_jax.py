@@ -75,6 +75,14 @@ def waits_for_xla(frame: types.FrameType | None) -> bool:
     return False
 
 
+def operands_of_scan(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many operands of a `scan` equation are constants, and how many it carries on."""
+    if "ft_in" in params:  # jax 0.12
+        consts, carried, _ = params["ft_in"].unpack()
+        return len(consts), len(carried)
+    return params["num_consts"], params["num_carry"]
+
+
 def found_by_debugging(error: BaseException) -> str | None:
     """Return "nan" or "inf" if `jax_debug_nans` or `jax_debug_infs` found it in a compiled program's results.
 

@@ -511,3 +511,12 @@ def test_where_priorities_are_lost_is_known(monkeypatch, version, flags, kept):
     monkeypatch.setattr(jax, "__version_info__", version)
     monkeypatch.setenv("XLA_FLAGS", flags)
     assert _jax.keeps_priorities() == kept
+
+
+def test_the_operands_of_a_scan_are_told_apart():
+    def total(scale, start, rows):
+        return jax.lax.scan(lambda sums, row: (sums + scale * row, sums), start, rows)
+
+    (scan,) = jax.make_jaxpr(total)(2.0, jnp.zeros(3), jnp.ones((4, 3))).eqns
+    num_consts, num_carried = _jax.operands_of_scan(scan.params)
+    assert (num_consts, num_carried, len(scan.invars)) == (1, 1, 3)

@@ -13,6 +13,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from jaxgoodput import _jax
+
 # A value is a scalar if all elements of the array are known to be equal to it, and None if they are not.
 Value = np.ndarray | None
 
@@ -153,8 +155,8 @@ def _of_loop(one: Any, inputs: list[Value]) -> list[Value]:
         start, num_consts = params["cond_nconsts"], params["body_nconsts"]
         body, num_carried = params["body_jaxpr"], len(one.outvars)
     else:
-        start, num_consts, num_carried = 0, params["num_consts"], params["num_carry"]
-        body = params["jaxpr"]
+        start, body = 0, params["jaxpr"]
+        num_consts, num_carried = _jax.operands_of_scan(params)
     consts = inputs[start : start + num_consts]
     carried = inputs[start + num_consts : start + num_consts + num_carried]
     scanned = inputs[start + num_consts + num_carried :]
