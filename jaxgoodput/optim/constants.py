@@ -27,7 +27,7 @@ _ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
     "add_any": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
-    "div": lambda x, y: x / y if jnp.issubdtype(x.dtype, jnp.inexact) else np.fix(x / y),
+    "div": lambda x, y: x / y if jnp.issubdtype(x.dtype, jnp.inexact) else np.trunc(x / y),
     "rem": np.fmod,
     "neg": np.negative,
     "sign": np.sign,
