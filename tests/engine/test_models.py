@@ -298,6 +298,7 @@ OFTEN = {
     "pipeline": (Strategy(data=2, stage=4),),
     "constrained": (Strategy(data=2, tensor=4),),
 }
+QUICK = ("linen", "linen_axis_1")
 SELDOM = {
     "linen_axis_1": (Strategy(fsdp=4, context=2),),
     "pipeline": (
@@ -309,11 +310,13 @@ SELDOM = {
 
 
 def cases():
-    """(model, strategy), those of `OFTEN` in every run."""
+    """Models with strategies; only `OFTEN` is tried in every run of all tests."""
     for name in MODELS:
         every = dict.fromkeys((*OFTEN[name], *SELDOM.get(name, ()), *STRATEGIES))
         for strategy in every:
-            marks = () if strategy in OFTEN[name] else NIGHTLY
+            marks = NIGHTLY
+            if strategy in OFTEN[name]:
+                marks = () if name in QUICK else pytest.mark.slow
             yield pytest.param(name, strategy, id=f"{name}-{strategy.name}", marks=marks)
 
 

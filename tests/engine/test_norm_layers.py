@@ -118,6 +118,7 @@ def test_the_sample_is_that_of_single_samples_under_every_layout(rng, strategy, 
     assert metrics.num_groups == count
 
 
+@pytest.mark.slow
 def test_nothing_that_is_trained_changes(rng):
     batches = [rows(rng, 8) for _ in range(3)]
     found = []

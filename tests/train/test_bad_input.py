@@ -387,6 +387,7 @@ def test_another_optimizer_is_not_called_another_model(tmp_path):
         Mean(config(tmp_path), tx=optax.adam(0.1)).fit()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_done_says_that_there_is_nothing_to_do(tmp_path, told):
     drop = {
         "epochs": 1,

@@ -248,6 +248,7 @@ def num_calls(function):
     return found
 
 
+@pytest.mark.slow
 def test_a_look_between_saves_does_no_more_in_python_for_more_leaves(tmp_path):
     counts = []
     for num in (2, 40):
@@ -319,6 +320,7 @@ class Embedded(Mean):
         return super().loss({"w": params["w"]}, batch, key) + params["table"][:16].sum() * 1e-3
 
 
+@pytest.mark.slow
 def test_adam_without_eps_ends_with_the_truth(tmp_path):
     hook = SavesAt(1, 2, 3, 5)
     settings = config(tmp_path, epochs=5, max_skipped_in_a_row=2, saving__keep=20)
@@ -379,6 +381,7 @@ def test_no_checkpoint_that_holds_a_lost_value_is_called_good(tmp_path, path, st
     assert Checkpoints(str(tmp_path), keep=3).newest() == 3
 
 
+@pytest.mark.slow
 def test_a_run_that_saves_nothing_does_not_return_a_spoilt_state(tmp_path):
     trainer = Various(
         various(tmp_path, saving__at_end=False),

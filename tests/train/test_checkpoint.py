@@ -793,6 +793,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(mounted)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(small_disk):
     script = textwrap.dedent(FULL)
     ended = subprocess.run(

@@ -110,6 +110,7 @@ class Queue(Mean):
         }
 
 
+@pytest.mark.slow
 def test_what_a_refusal_says_of_a_place_in_a_queue_works(tmp_path):
     def run(num, **settings):
         made = config(tmp_path / f"{num}{len(settings)}", base_steps=5.0, shuffle=False, **settings)

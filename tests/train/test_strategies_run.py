@@ -173,6 +173,7 @@ def test_a_strategy_that_does_not_divide_is_refused_where_there_is_no_other(tmp_
         Network(made, devices=jax.devices()[:3]).fit()
 
 
+@pytest.mark.slow
 def test_a_misspelt_strategy_is_refused_where_it_is_asked_for(tmp_path):
     asked = []
 

@@ -424,6 +424,7 @@ def test_finish_ends_as_if_complete(tmp_path):
     assert seen.of(Checkpoint)[-1].step == int(state.step)
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_asked_for_while_a_run_is_prepared_is_used_from_its_first_step(tmp_path):
     class Asking(Mean):
         def dataset(self):
