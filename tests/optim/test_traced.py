@@ -509,7 +509,7 @@ WITH_OWN_COUNTS = {
     "dadapt_adamw": (optax.contrib.dadapt_adamw, True),
     "momo": (optax.contrib.momo, True),
     "momo_adam": (optax.contrib.momo_adam, True),
-    "madgrad": (optax.contrib.madgrad, True),
+    **({"madgrad": (optax.contrib.madgrad, True)} if hasattr(optax.contrib, "madgrad") else {}),
     "ademamix": (lambda rate: optax.contrib.ademamix(0.1, alpha=rate), False),
     "schedule_free": (lambda rate: optax.contrib.schedule_free(optax.sgd(0.1), rate), False),
 }
