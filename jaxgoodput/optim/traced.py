@@ -174,7 +174,8 @@ def clocks_of(traced: TracedUpdate) -> Clocks:
         if not (is_known or _is_lone_count(nodes)):
             continue
         if not traced.is_steady(place):
-            if is_known:
+            # What no update ever advances is no clock: weight decay by a schedule, in optax 0.2.6.
+            if is_known and traced.num_leaves + place not in traced.lasting:
                 held.append(name)
         elif is_known or _acts_as_schedule(traced, name):
             steady.add(name)
