@@ -80,7 +80,8 @@ class Loader:
         batch is padded by fewer samples than there are replicas.
       prefetch: number of batches that wait on the devices, besides those in use; 0 reads on the caller's
         thread.
-      num_readers, num_retries: see `Readers`.
+      num_readers: see `Readers`.
+      num_retries: see `Readers`.
       on_host: function of the rows of every micro-batch, padding included, which is called in the background
         and whose result becomes `MicroBatch.on_host`.
 
