@@ -344,7 +344,7 @@ class FoldedUpdate:
 
     @property
     def is_by_element(self) -> bool:
-        """Whether updates are computed element by element; a literal in them may still follow from a shape."""
+        """Whether updates are computed element by element; literals may still follow from shapes."""
         numbering, moved, _ = self._update
         return numbering.is_by_element(moved)
 
