@@ -1,5 +1,8 @@
 """What was saved on one layout comes back on any other, to the bit, each device with its own part."""
 
+import errno
+import threading
+
 import engines
 import jax
 import jax.numpy as jnp
@@ -7,6 +10,7 @@ import numpy as np
 import pytest
 from layouts import engine, windows
 
+from jaxgoodput import _disk
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.engine import saved as saved_states
 from jaxgoodput.goodput.search import BatchConfig
@@ -43,21 +47,24 @@ def filled(abstract):
     return jax.tree.map(fill, abstract)
 
 
-def save(workdir, strategy):
-    """A checkpoint of such a state, and the state on the host."""
-    state = filled(engine(strategy).abstract_state())
-    checkpoints = Checkpoints(str(workdir), keep=1)
-    meta = CheckpointMeta(
-        step=1,
-        samples=8,
-        cursor=Cursor(seed=0, offset=8),
+def meta_of(step):
+    return CheckpointMeta(
+        step=step,
+        samples=8 * step,
+        cursor=Cursor(seed=0, offset=8 * step),
         batch=BatchConfig(micro_batch_size=1, num_micro_batches=1, num_replicas=8),
         timings={},
         statistics_every=1,
         ledger=SavedLedger(saved_at=0.0),
         lost={},
     )
-    assert checkpoints.save(state, meta) is None
+
+
+def save(workdir, strategy):
+    """A checkpoint of such a state, and the state on the host."""
+    state = filled(engine(strategy).abstract_state())
+    checkpoints = Checkpoints(str(workdir), keep=1)
+    assert checkpoints.save(state, meta_of(1)) is None
     checkpoints.close()
     return engines.host(state)
 
@@ -122,3 +129,28 @@ def restored(workdir, abstract):
         return checkpoints.restore(lambda meta: abstract).state
     finally:
         checkpoints.close()
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_save_is_written_though_earlier_ones_fail_meanwhile(tmp_path, monkeypatch, num_failures):
+    """Each failure is told with the step that failed, by the save after it."""
+    seal, released, left = _disk.seal, threading.Semaphore(0), [None] * num_failures
+
+    def fail_first(folder):
+        if not left:
+            return seal(folder)
+        left.pop()
+        released.acquire(timeout=30)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(_disk, "seal", fail_first)
+    state = filled(engine(Strategy()).abstract_state())
+    checkpoints = Checkpoints(str(tmp_path), keep=1)
+    assert checkpoints.save(state, meta_of(1)) is None
+    for step in range(2, 2 + num_failures):
+        threading.Timer(0.2, released.release).start()  # while the next save is asked for
+        error = checkpoints.save(state, meta_of(step))
+        assert error is not None and error.startswith(f"step {step - 1}: ") and "space" in error
+    assert checkpoints.wait() is None
+    assert checkpoints.newest() == 1 + num_failures
+    checkpoints.close()
