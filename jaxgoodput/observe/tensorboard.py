@@ -38,6 +38,7 @@ from jaxgoodput.observe.events import (
     TuneEnd,
     Window,
 )
+from jaxgoodput.observe.painter import Drawing, Painter
 from jaxgoodput.observe.scalars import flat, scalars_of, time_scalars
 from jaxgoodput.observe.tags import CHARTS, Charts, description, shown, tag_table
 from jaxgoodput.text import count, seconds
@@ -63,8 +64,8 @@ class Dashboard:
     """A hook that writes a run's events for TensorBoard. Use it in process 0 only.
 
     With a `ledger`, each window also shows where the wall time went. A window costs well below a millisecond.
-    Pictures cost more: they are drawn when the batch changes, at most every `figures_every_s`, ten times as
-    rarely while it stays the same, and once at the end.
+    Pictures cost more: they are drawn on a thread of their own, when the batch changes, at most every
+    `figures_every_s`, ten times as rarely while it stays the same, and once at the end.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Dashboard:
         self._open: _OpenRun | None = None
         self._flushed_s = clock.now()
         self._pictures = _Pictures(clock, figures_every_s)
+        self._painter = Painter()
         self._lacks_matplotlib = False
         self._comparison = _Comparison()
         self._charts: Charts = {}  # the charts on the page so far
@@ -233,6 +235,7 @@ class Dashboard:
         """Draw the last pictures, and write the time ledger and the run's outcome."""
         run = self._opened()
         self._draw(event.step)
+        self._painter.wait()
         self._comparison.write_session(run, math.nan, event.step)
         self._comparison.write_experiment(run, [])
         self._log(event.step, f"ended after {seconds(event.seconds)}: {event.reason}")
@@ -255,16 +258,21 @@ class Dashboard:
         """Write everything to the disk."""
         self._flushed_s = self._clock.now()
         if self._open is not None:
+            self._write_pictures(self._open)
             self._open.measured.flush()
             self._open.model.flush()
 
     def close(self) -> None:
-        """Flush and close the files. Idempotent."""
-        if self._open is not None:
-            self._lay_out(max(self._window_step, 0))
-            self._open.measured.close()
-            self._open.model.close()
-        self._open = None
+        """Flush and close the files. Idempotent. Raises what drawing a picture has raised."""
+        try:
+            self._painter.close()
+        finally:
+            if self._open is not None:
+                self._write_pictures(self._open)
+                self._lay_out(max(self._window_step, 0))
+                self._open.measured.close()
+                self._open.model.close()
+            self._open = None
 
     def _opened(self) -> _OpenRun:
         if self._open is None:
@@ -286,18 +294,16 @@ class Dashboard:
             run.measured.summary(custom_scalars(charts), step)
 
     def _draw(self, step: int) -> None:
-        run = self._opened()
-        try:
-            pictures = self._pictures.draw(step, run.start.groups)
-        except ModuleNotFoundError:
-            pictures = []
-            if not self._lacks_matplotlib:
-                self._lacks_matplotlib = True  # say so only once
-                self._log(
-                    step, "no pictures: they need matplotlib, pip install 'jaxgoodput[plots]'"
-                )
-        for tag, png, at in pictures:
-            run.measured.image(tag, png, at)
+        self._painter.begin(self._pictures.drawing(step, self._opened().start.groups))
+
+    def _write_pictures(self, run: _OpenRun) -> None:
+        """Write the pictures that are finished."""
+        for picture in self._painter.finished():
+            run.measured.image(picture.tag, picture.png, picture.step)
+        since = self._painter.lacking_since
+        if since is not None and not self._lacks_matplotlib:
+            self._lacks_matplotlib = True  # say so only once
+            self._log(since, "no pictures: they need matplotlib, pip install 'jaxgoodput[plots]'")
 
     def _scalars(self, event: Event) -> None:
         self._opened().measured.scalars(scalars_of(event), event.step)
@@ -310,7 +316,7 @@ class Dashboard:
 
 
 class _Pictures:
-    """Decides when pictures are due, and draws them from the latest verdict and the whole run."""
+    """Decides when pictures are due, and which: of the latest verdict and of the whole run."""
 
     def __init__(self, clock: Clock, every_s: float):
         self.progress = math.nan  # base steps at the last window
@@ -354,27 +360,17 @@ class _Pictures:
         has_any = self._pending is not None or bool(self._sweep.seconds)
         return has_any and waited_s >= self._every_s * (1 if is_news else _AT_REST)
 
-    def draw(self, step: int, groups: Sequence[str]) -> list[tuple[str, bytes, int]]:
-        """Return (tag, PNG, step) of each picture. Raises ModuleNotFoundError without matplotlib."""
+    def drawing(self, step: int, groups: Sequence[str]) -> Drawing | None:
+        """Return what draws the pictures as of now; None if there is nothing to show."""
         if self._pending is None and not self._sweep.seconds:
-            return []
+            return None
         tune, self._pending = self._pending, None
         self._drawn_s = self._clock.now()
-        from jaxgoodput.observe import figures  # slow to import, and matplotlib is an extra
-
-        drawn = []
-        if tune is not None:
-            drawn += [
-                ("model/goodput_surface", figures.goodput_surface(tune), tune.step),
-                ("model/goodput_curve", figures.goodput_curve(tune), tune.step),
-                ("model/fit", figures.fit_scatter(tune), tune.step),
-                ("model/efficiency_by_group", figures.efficiency_by_group(tune, groups), tune.step),
-            ]
+        error = self._known.fit.error if self._known and self._known.fit else math.nan
+        sweep = None
         if self._sweep.seconds and step > self._swept_step:  # one picture per step
-            error = self._known.fit.error if self._known and self._known.fit else math.nan
-            drawn.append(("model/sweep", figures.sweep_avoided(self._sweep, step, error), step))
-            self._swept_step = step
-        return [(tag, figures.png(figure), at) for tag, figure, at in drawn if figure is not None]
+            sweep, self._swept_step = self._sweep, step
+        return Drawing(tune, tuple(groups), sweep, step, error)
 
 
 class _Comparison:

@@ -174,7 +174,8 @@ class Evaluation:
     every_base_steps: Annotated[Positive, _NO_LIMIT] | None = None
     """Base steps between two evaluations; None to evaluate none by progress."""
     micro_batch_size: Count | None = None
-    """Samples per replica at once; None for as many as with the base batch."""
+    """Samples per replica at once; None for as many as with the base batch, or more while they take little
+    memory."""
 
 
 @typed

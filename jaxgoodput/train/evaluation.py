@@ -6,7 +6,7 @@ parameters has its own compiled program.
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -30,6 +31,9 @@ Metrics = Callable[[PyTree, PyTree, PyTree], Mapping[str, Any]]
 
 # Batches in flight before their outputs are fetched, so that memory stays bounded.
 DEPTH = 3
+# Bytes of the largest intermediate value of a batch, by platform. An operation on so much takes far longer
+# than starting it; more would only leave the caches of a CPU.
+WIDEST, WIDEST_ON_CPU = 2**28, 2**24
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,27 @@ class _CompiledMetrics:
     depth: int  # batches in flight
 
 
+@dataclass(frozen=True)
+class _Question:
+    """What is computed for the samples of a data set, before the size of a batch is chosen."""
+
+    run: Callable[..., Mapping[str, Any]]  # of parameters, model state and a batch
+    arguments: Callable[[int], tuple[PyTree, ...]]  # of `run`, for so many samples per replica
+    sharding: NamedSharding
+    num_replicas: int
+    least: int  # samples per replica of a batch, at least
+    share: int  # samples of the data set per replica
+    names: tuple[str, ...]  # of the metrics
+
+    def grown(self, widest: int) -> int:
+        """Return the samples per replica with which no intermediate value gets beyond `widest` bytes."""
+        if self.least >= self.share:
+            return self.least
+        more = _bytes_of_more(self.run, *map(self.arguments, (self.least, 2 * self.least)))
+        most = widest * self.num_replicas * self.least // max(more, 1)
+        return _even(self.share, least=self.least, most=most)
+
+
 class Evaluator:
     """Evaluates states with the user's `metrics`, which it compiles as needed.
 
@@ -49,6 +74,10 @@ class Evaluator:
     together, each with the rows of its devices. A state is evaluated on the mesh that it lies on, or on the
     devices of `layout` if it lies on no mesh. `read` turns a batch on the host into the batch that `metrics`
     gets, and `blank` makes one of the same shapes without reading.
+
+    A batch has `micro_batch_size` samples per replica. If that is None it has `base`, or more of them: as
+    many as keep every intermediate value small (`WIDEST`), because starting a small batch takes longer than
+    computing it.
     """
 
     def __init__(
@@ -57,7 +86,8 @@ class Evaluator:
         source: Source,
         layout: Layout,
         *,
-        micro_batch_size: int,
+        base: int,
+        micro_batch_size: int | None = None,
         compute_dtype: Any = None,
         process_index: int = 0,
         process_count: int = 1,
@@ -75,6 +105,7 @@ class Evaluator:
             Readers, source, clock=clock, num_readers=num_readers, num_retries=num_retries
         )
         self._layout = layout
+        self._base = base
         self._micro_batch_size = micro_batch_size
         self._compute_dtype = compute_dtype
         self._process_index = process_index
@@ -87,7 +118,7 @@ class Evaluator:
 
         Raises TypeError if a metric is not one value per sample.
         """
-        return self._planned(abstract)[3]
+        return self._question(abstract).names
 
     def compile(self, abstract: TrainState) -> None:
         """Compile ahead for states with the layout of `abstract`. Thread-safe.
@@ -103,8 +134,8 @@ class Evaluator:
         found = self._compiled.get(_placement(abstract))
         return None if found is None else step_bytes(found.run)
 
-    def _planned(self, abstract: TrainState) -> tuple[Program, int, NamedSharding, tuple[str, ...]]:
-        """Return the program of a batch, its rows, their sharding, and the names of its outputs."""
+    def _question(self, abstract: TrainState) -> "_Question":
+        """Return what is computed for states with the layout of `abstract`, in batches of the least size."""
         own = abstract.step.sharding
         mesh: Any = own.mesh if isinstance(own, NamedSharding) else self._layout.mesh
         sharding = NamedSharding(mesh, self._layout.batch_sharding.spec)
@@ -112,17 +143,12 @@ class Evaluator:
         # A small data set should not be padded to a large batch.
         num_parts, _ = self._parts(sharding)
         share = -(-len(self._source) // (num_replicas * num_parts))
-        num_rows = min(self._micro_batch_size, share) * num_replicas
-        batch = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype, sharding=sharding),
-            self._blank(
-                jax.tree.map(
-                    lambda x: np.zeros((1, *x.shape), x.dtype),
-                    self._again(partial(abstract_sample, self._source)),
-                )
-            ),
+        sample = self._blank(
+            jax.tree.map(
+                lambda x: np.zeros((1, *x.shape), x.dtype),
+                self._again(partial(abstract_sample, self._source)),
+            )
         )
-
         metrics = in_mesh(self._metrics, mesh.abstract_mesh, self._layout.strategy)
 
         def run(params: PyTree, model_state: PyTree, batch: PyTree) -> Mapping[str, Any]:
@@ -130,34 +156,55 @@ class Evaluator:
             params = jax.tree.map(lambda x, own: x.astype(own.dtype), params, abstract.params)
             return metrics(cast(params, self._compute_dtype), model_state, batch)
 
-        arguments = (abstract.averaged, abstract.model_state, batch)
-        shapes = jax.eval_shape(run, *arguments)
+        def arguments(per_replica: int) -> tuple[PyTree, ...]:
+            rows = per_replica * num_replicas
+            batch = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=sharding),
+                sample,
+            )
+            return abstract.averaged, abstract.model_state, batch
+
+        per_replica = min(self._micro_batch_size or self._base, share)
+        shapes = jax.eval_shape(run, *arguments(per_replica))
         for name, out in shapes.items():
+            num_rows = per_replica * num_replicas
             if not out.shape or out.shape[0] != num_rows:
                 raise TypeError(
                     f"metrics[{name!r}] has shape {out.shape} for {num_rows} samples. Return one value "
                     f"(or row) per sample, shape ({num_rows}, ...), so that padding can be removed."
                 )
+        return _Question(
+            run=run,
+            arguments=arguments,
+            sharding=sharding,
+            num_replicas=num_replicas,
+            least=per_replica,
+            share=share,
+            names=tuple(shapes),
+        )
+
+    def _compile(self, abstract: TrainState) -> _CompiledMetrics:
+        question = self._question(abstract)
+        sharding, mesh = question.sharding, question.sharding.mesh
+        is_on_cpu = mesh.devices.flat[0].platform == "cpu"
+        per_replica = question.least
+        if self._micro_batch_size is None:
+            per_replica = question.grown(WIDEST_ON_CPU if is_on_cpu else WIDEST)
         spans = not sharding.is_fully_addressable
         # Every process fetches the outputs, so they must be replicated if the state spans processes.
         out = NamedSharding(mesh, PartitionSpec()) if spans else sharding
-        return Program(run, (), arguments, out), num_rows, sharding, tuple(shapes)
-
-    def _compile(self, abstract: TrainState) -> _CompiledMetrics:
-        program, num_rows, sharding, _ = self._planned(abstract)
-        mesh: Any = sharding.mesh
-        spans = not sharding.is_fully_addressable
+        program = Program(question.run, (), question.arguments(per_replica), out)
         cuts = mesh.size > mesh.shape[DATA_AXIS]
         options: dict[str, str | bool] = {}
         depth = DEPTH
-        if (cuts or spans) and mesh.devices.flat[0].platform == "cpu":
+        if (cuts or spans) and is_on_cpu:
             # By default XLA:CPU gathers all parameters before it computes anything. It also runs out of
             # threads and hangs if many executables with collectives wait at once.
             options["xla_cpu_scheduler_type"] = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
             depth = 1
         return _CompiledMetrics(
             run=program.lower().compile(compiler_options=options),
-            num_rows=num_rows,
+            num_rows=per_replica * question.num_replicas,
             batch_sharding=sharding,
             depth=depth,
         )
@@ -221,6 +268,31 @@ class Evaluator:
             every = every[:: self._process_count // num_parts]  # one process for each mesh
             gathered[name] = np.concatenate([r[:n] for r, n in zip(every, counts, strict=True)])
         return gathered
+
+
+def _even(share: int, *, least: int, most: int) -> int:
+    """Return the samples of a batch, of which few cover `share`: a multiple of `least` that is about even.
+
+    >>> _even(8192, least=64, most=10**6), _even(100, least=10, most=60), _even(100, least=10, most=5)
+    (8192, 50, 10)
+    """
+    num_batches = -(-share // max(most // least * least, least))
+    return -(-share // (num_batches * least)) * least
+
+
+def _bytes_of_more(run: Callable[..., Any], some: PyTree, more: PyTree) -> int:
+    """Return by how many bytes the intermediate value that grows most is larger for the arguments `more`."""
+
+    def sizes(jaxpr: Jaxpr) -> Iterator[int]:
+        for one in jaxpr.eqns:
+            yield from (x.aval.size * x.aval.dtype.itemsize for x in one.outvars if x.aval.shape)
+            for inner in jaxprs_in_params(one.params):
+                yield from sizes(inner)
+
+    found = [list(sizes(jax.make_jaxpr(run)(*x).jaxpr)) for x in (some, more)]
+    if len(found[0]) != len(found[1]):  # it takes other operations for other numbers of rows
+        return max(found[1], default=0)
+    return max((b - a for a, b in zip(*found, strict=True)), default=0)
 
 
 def _placement(state: TrainState) -> tuple[Any, ...]:

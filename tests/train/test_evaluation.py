@@ -14,6 +14,7 @@ from jaxgoodput.clock import FakeClock
 from jaxgoodput.data.sources import as_source
 from jaxgoodput.observe.events import EvalEnd, StepEnd
 from jaxgoodput.parallel.strategy import Strategy
+from jaxgoodput.train import evaluation
 from jaxgoodput.train.evaluation import Evaluator
 from jaxgoodput.train.loop import Loop
 
@@ -45,6 +46,27 @@ def test_every_sample_once_and_in_order(tmp_path, count, rows_at_once):
         np.linalg.norm(np.asarray(state.params["w"]) - HELD_OUT, axis=1),
         rtol=1e-6,
     )
+
+
+@pytest.mark.parametrize("widest, num_batches", [(2**24, 1), (100 * 8 * 4, 2), (1, 37)])
+@pytest.mark.parametrize("strategy", [Strategy(), Strategy(data=2)], ids=lambda s: s.name)
+def test_an_evaluation_takes_batches_as_large_as_cost_little_memory(
+    monkeypatch, strategy, widest, num_batches
+):
+    monkeypatch.setattr(evaluation, "WIDEST_ON_CPU", widest)
+    held_out = np.arange(37 * 4 * strategy.num_devices, dtype=np.float32)
+
+    def metrics(params, model_state, batch):
+        wide = jnp.broadcast_to(batch["x"][:, None], (len(batch["x"]), 8))  # 32 bytes a sample
+        return {"x": jnp.sin(wide)[:, 0]}
+
+    engine = engines.make(strategy=strategy)
+    evaluator = Evaluator(
+        metrics, as_source({"x": held_out}), engine.layout, base=4, clock=FakeClock()
+    )
+    state = engines.start(engine, jax.random.key(0))
+    np.testing.assert_allclose(evaluator(state)["x"], np.sin(held_out), rtol=1e-6)
+    assert evaluator.num_batches == num_batches
 
 
 def test_the_mean_of_each_output_unless_overridden(tmp_path):
@@ -180,7 +202,9 @@ def outputs(params, model_state, batch):
 def following():
     """One evaluator, made for a single device, and what it says of a state there."""
     home = Strategy().on(jax.devices()[:1])
-    evaluator = Evaluator(outputs, as_source(WINDOWS), home, micro_batch_size=4, clock=FakeClock())
+    evaluator = Evaluator(
+        outputs, as_source(WINDOWS), home, base=4, micro_batch_size=4, clock=FakeClock()
+    )
     alone = layouts.engine(Strategy())
     return evaluator, evaluator(engines.start(alone, jax.random.key(0)))
 
@@ -222,7 +246,7 @@ def test_cut_parameters_are_whole_one_after_the_other(scanned):
     one = engines.make(init=init, strategy=Strategy(fsdp=8), tx=layouts.ADAM)
     codes = {"code": np.arange(8 * rows, dtype=np.int32) % (4 * width)}
     evaluator = Evaluator(
-        deep, as_source(codes), one.layout, micro_batch_size=rows, clock=FakeClock()
+        deep, as_source(codes), one.layout, base=rows, micro_batch_size=rows, clock=FakeClock()
     )
     evaluator.compile(one.abstract_state())
     need = evaluator.bytes_of(one.abstract_state())

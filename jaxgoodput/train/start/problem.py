@@ -264,7 +264,8 @@ def evaluator_of(
     return Evaluator(
         source=source,
         layout=where.layout,
-        micro_batch_size=config.evaluation.micro_batch_size or base,
+        base=base,
+        micro_batch_size=config.evaluation.micro_batch_size,
         compute_dtype=None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),
         process_index=where.process_index,
         process_count=where.process_count,
