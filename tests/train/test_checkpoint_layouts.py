@@ -132,7 +132,10 @@ def restored(workdir, abstract):
 
 
 @pytest.mark.parametrize("num_failures", [1, 2])
-def test_a_save_is_written_though_earlier_ones_fail_meanwhile(tmp_path, monkeypatch, num_failures):
+@pytest.mark.parametrize("spans", [False, True])
+def test_a_save_is_written_though_earlier_ones_fail_meanwhile(
+    tmp_path, monkeypatch, spans, num_failures
+):
     """Each failure is told with the step that failed, by the save after it."""
     seal, released, left = _disk.seal, threading.Semaphore(0), [None] * num_failures
 
@@ -145,7 +148,7 @@ def test_a_save_is_written_though_earlier_ones_fail_meanwhile(tmp_path, monkeypa
 
     monkeypatch.setattr(_disk, "seal", fail_first)
     state = filled(engine(Strategy()).abstract_state())
-    checkpoints = Checkpoints(str(tmp_path), keep=1)
+    checkpoints = Checkpoints(str(tmp_path), keep=1, spans=spans)
     assert checkpoints.save(state, meta_of(1)) is None
     for step in range(2, 2 + num_failures):
         threading.Timer(0.2, released.release).start()  # while the next save is asked for

@@ -272,13 +272,18 @@ class Checkpoints:
 
     def _error_anywhere(self) -> str | None:
         """Return what went wrong with the last save in any process, and replace a manager that failed."""
-        error = self.error()
-        if not self._everywhere(not self._has_failed):
-            # The manager of a process without a failure waits for the process that failed: abandon it.
-            error = error or f"step {self._writing}: {ELSEWHERE}"
-            self._has_failed = False
-            self.remove_leftovers()
-            self._manager = self._open()
+        error = None
+        # A failure that is known already first: the others would wait for the process that has it. Then of
+        # what is still being written: Orbax would wait for it, too, and raise it as the next save's.
+        for ask in (self.error, self._finish):
+            error = error or ask()
+            if not self._everywhere(not self._has_failed):
+                # The manager of a process without a failure waits for the one that failed: abandon it.
+                error = error or f"step {self._writing}: {ELSEWHERE}"
+                self._has_failed = False
+                self.remove_leftovers()
+                self._manager = self._open()
+                break
         if not self._together:
             self._manager.close()
             self._together = True
