@@ -96,7 +96,7 @@ def found_by_debugging(error: BaseException) -> str | None:
 def looks_for() -> str | None:
     """Return the name of a switch that is set and makes a NaN or an infinity an error; None if none is."""
     names = ("jax_debug_nans", "jax_debug_infs")
-    return next((name for name in names if jax.config.values[name]), None)
+    return next((name for name in names if getattr(jax.config, name)), None)
 
 
 @contextlib.contextmanager

@@ -6,13 +6,14 @@ structure and must be hashable.
 
 import dataclasses
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, Generic, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import Array
 
 T = TypeVar("T")
 
@@ -57,6 +58,23 @@ def wide_dtype(*dtypes: Any) -> np.dtype:
     return np.result_type(np.float32, *dtypes)
 
 
+def one_vector(arrays: Sequence[Any], dtype: Any) -> Array:
+    """Return the elements of some small arrays, one array after the other, as a vector of this type.
+
+    XLA makes a single operation of it. Of a concatenation it makes one for each array.
+
+    >>> one_vector([jnp.ones((1, 2)), jnp.array(3)], jnp.float32)
+    Array([1., 1., 3.], dtype=float32)
+    """
+    flat = [jnp.ravel(x).astype(dtype) for x in arrays]
+    length, at = sum(x.size for x in flat), 0
+    vector, index = jnp.zeros(length, dtype), jnp.arange(length)
+    for x in flat:
+        placed = jnp.pad(x, (at, length - at - x.size))
+        vector, at = jnp.where(index >= at, placed, vector), at + x.size
+    return vector
+
+
 @struct
 class PackedTree(Generic[T]):
     """A tree of small arrays, packed into one vector.
@@ -83,7 +101,7 @@ class PackedTree(Generic[T]):
         arrays = [jnp.asarray(x) for x in leaves]
         kinds = tuple((x.shape, x.dtype) for x in arrays)
         dtype = wide_dtype(*(x.dtype for x in arrays))
-        vector = jnp.concatenate([jnp.ravel(x).astype(dtype) for x in arrays])
+        vector = one_vector(arrays, dtype)
         return cls(vector=vector, structure=structure, leaves=kinds)
 
     @property
@@ -98,6 +116,22 @@ class PackedTree(Generic[T]):
             at = end
         structure: Any = self.structure
         return jax.tree.unflatten(structure, found)
+
+    def replaced(self, old: T, new: T) -> "PackedTree[T]":
+        """Return the tree `new`, packed; leaves that are the same objects as in `old` stay where they are.
+
+        `old` is what `tree` returned. Few changes then cost little: the vector is not made anew.
+        """
+        index, at, vector = jnp.arange(self.vector.size), 0, self.vector
+        for was, now in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
+            end = at + jnp.size(now)
+            if now is not was:
+                values = jnp.ravel(now).astype(vector.dtype)
+                if end - at > 1:
+                    values = jnp.pad(values, (at, vector.size - end))
+                vector = jnp.where((index >= at) & (index < end), values, vector)
+            at = end
+        return dataclasses.replace(self, vector=vector)
 
     @property
     def host_tree(self) -> T:

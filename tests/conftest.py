@@ -33,8 +33,8 @@ from jaxgoodput.clock import FakeClock  # noqa: E402
 
 compilations.use_folder()
 
-# A machine that is busy elsewhere fails no test. Generated cases are the same in every run, so that a change is
-# judged by what it changes; the nightly tests look for others: --hypothesis-profile=search.
+# A machine that is busy elsewhere fails no test. Generated cases are the same in every run, so that a change
+# is judged by what it changes; the nightly tests look for others: --hypothesis-profile=search.
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None)
 settings.load_profile("same")

@@ -226,6 +226,7 @@ class Engine:
         self.compiled = engines.compiled
         self.world = engines.world
         self.programs = engines.programs_on(layout)
+        self._key: tuple[Array, Array] | None = None  # of the latest state, and its data
 
     # -- what there is ---------------------------------------------------------------------------
 
@@ -271,9 +272,10 @@ class Engine:
         Waits for the step that computes them.
         """
         programs = self.programs
-        return StepMetrics.unpacked(
-            jax.device_get(packed), programs.aux_names, len(programs.param_groups)
-        )
+        # Not `device_get`, whose walk over trees would cost several times as much as the copy.
+        with jax.transfer_guard_device_to_host("allow"):
+            vector = np.asarray(packed)
+        return StepMetrics.unpacked(vector, programs.aux_names, len(programs.param_groups))
 
     # -- compiling ahead -------------------------------------------------------------------------
 
@@ -517,7 +519,9 @@ class Engine:
             work.consume()
             return state, metrics
         measure = measure and self.programs.can_measure(shape.micro_batch_size)
-        return self.compiled(self.programs.step, shape, measure=measure)(state, *inputs)
+        run = self.compiled(self.programs.step, shape, measure=measure)
+        state, metrics = self._run_keyless(run, state, *inputs)
+        return state, metrics
 
     def step_with_rows(
         self,
@@ -540,7 +544,9 @@ class Engine:
         measure = measure and self.programs.can_measure(shape.micro_batch_size)
         run = self.compiled(self.programs.step, shape, measure=measure)
         rows = self.programs.control_rows(control)
-        return run(state, dict(slots), dict(lookups), batch, mask, *rows)
+        inputs = (dict(slots), dict(lookups), batch, mask, *rows)
+        state, changed, metrics = self._run_keyless(run, state, *inputs)
+        return state, changed, metrics
 
     def apply(
         self, state: TrainState, work: Work, control: np.ndarray | None = None
@@ -632,6 +638,15 @@ class Engine:
         moved = dataclasses.replace(work, layout=self.layout, owns_params=True, sums=sums, **values)
         self._pace(moved)
         return moved
+
+    def _run_keyless(
+        self, run: Callable[..., Any], state: TrainState, *inputs: Any
+    ) -> tuple[Any, ...]:
+        """Run a program that takes the state and its key apart: see `Programs.keyless`."""
+        if self._key is None or self._key[0] is not state.key:
+            self._key = state.key, jax.random.key_data(state.key)
+        new, *others = run(dataclasses.replace(state, key=None), self._key[1], *inputs)
+        return dataclasses.replace(new, key=state.key), *others
 
     def _shape_of(self, batch: PyTree, mask: Array) -> SampleShape:
         rows, replicas = mask.shape[0], self.layout.num_replicas

@@ -385,7 +385,7 @@ class Programs(abc.ABC):
         # Every (step, replica, micro-batch) has a random stream of its own.
         count = 0 if old is None else old.calls
         key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, step), replica), count)
-        how = {"measure": True, "blocks": 1, "alone": False, "swaps": self._swaps_products} | how
+        how = {"measure": True, "alone": False, "swaps": self._swaps_products} | how
 
         def sums(*arguments: PyTree) -> Sums:
             *values, part = arguments
@@ -519,19 +519,44 @@ class Programs(abc.ABC):
         return Program(run, (len(fixed),), (*fixed, sums), shardings_of(sums))
 
     def step(self, shape: SampleShape, *, measure: bool) -> Program:
-        """Build the step of one micro-batch: (state, batch, mask, control) to (state, packed metrics).
+        """Build the step of one micro-batch: (state, key, batch, mask, control) to (state, packed metrics).
 
-        Donates the state. Without `measure` it takes no noise sample and saves a pass over the gradient.
+        Donates the state, which has no key: see `keyless`. Without `measure` it takes no noise sample and
+        saves a pass over the gradient.
         """
 
-        def run(state: TrainState, *inputs: PyTree):
+        def run(state: TrainState, key: Array, *inputs: PyTree):
+            state = self.with_key(state, key)
             total = self._fused(state, inputs, None, measure=measure)
             state, metrics = self._update(state, total, measure=measure)
-            return state, self._packed(metrics, inputs)
+            return dataclasses.replace(state, key=None), self._packed(metrics, inputs)
 
-        state = self.abstract_state()
+        state, key = self.keyless()
         inputs = (*self.abstract_batch(shape), *self.abstract_control())
-        return Program(run, (0,), (state, *inputs), self._out())
+        out = (shardings_of(state), self.layout.replicated)
+        return Program(run, (0,), (state, key, *inputs), out)
+
+    def keyless(self) -> tuple[TrainState, jax.ShapeDtypeStruct]:
+        """Return the abstract state without its key, and the key's data.
+
+        No step changes the key. As a typed key it would keep JAX from dispatching a program from C++, which
+        costs the host several times as much.
+        """
+        state = self.abstract_state()
+        data = jax.eval_shape(jax.random.key_data, self.state.key)
+        key = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=self.layout.replicated)
+        return dataclasses.replace(state, key=None), key
+
+    def with_key(self, state: TrainState, data: Array) -> TrainState:
+        """Return the state of `keyless` with its key, inside a program."""
+        return dataclasses.replace(state, key=jax.random.wrap_key_data(data, impl=self._key_impl))
+
+    @cached_property
+    def _key_impl(self) -> Any:
+        found = []
+        # JAX says it of keys, concrete ones or inside a trace, but not of their types.
+        jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), self.state.key)
+        return found[0]
 
     def step_after(self, shape: SampleShape) -> Program:
         """Build the last micro-batch after others, fused with the update; donates the state.
@@ -677,7 +702,7 @@ class GlobalPrograms(Programs):
     def _all_rows(self, begun: Trees, inputs: Trees, old: Sums | None, **how: Any) -> Sums:
         batch, mask, *number = inputs
         group = number[0] if number else 0
-        return self._merged(begun, group, batch, mask, old, blocks=self.layout.num_replicas, **how)
+        return self._merged(begun, group, batch, mask, old, **how)
 
 
 class SeparatePrograms(Programs):

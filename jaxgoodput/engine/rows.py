@@ -203,10 +203,11 @@ class RowPrograms(GlobalPrograms):
     def step(self, shape: SampleShape, *, measure: bool) -> Program:
         """Build the step of one micro-batch; donates state and slots.
 
-        It goes from (state, slots, lookups, batch, mask, control) to (state, slots, packed metrics).
+        It goes from (state, key, slots, lookups, batch, mask, control) to (state, slots, packed metrics).
         """
 
-        def run(state: TrainState, slots: Any, lookups: Any, *inputs: PyTree):
+        def run(state: TrainState, key: Array, slots: Any, lookups: Any, *inputs: PyTree):
+            state = self.with_key(state, key)
             rows = self._read(slots, lookups)
             problem = self._knowing(rows, lookups)
             begun = self._begun(problem, state, rows, measure=measure)
@@ -220,17 +221,17 @@ class RowPrograms(GlobalPrograms):
             state, slots, metrics = self._changed(
                 problem, state, slots, lookups, rows, total, measure
             )
-            return state, slots, self._packed(metrics, inputs)
+            return dataclasses.replace(state, key=None), slots, self._packed(metrics, inputs)
 
-        state, slots = self.abstract_state(), self.abstract_slots()
+        (state, key), slots = self.keyless(), self.abstract_slots()
         inputs = (*self.abstract_batch(shape), *self.abstract_control())
-        arguments = (state, slots, self.abstract_lookups(shape), *inputs)
+        arguments = (state, key, slots, self.abstract_lookups(shape), *inputs)
         out = (
             shardings_of(state),
             dict.fromkeys(slots, self.layout.replicated),
             self.layout.replicated,
         )
-        return Program(run, (0, 1), arguments, out)
+        return Program(run, (0, 2), arguments, out)
 
     # -- inside a program --------------------------------------------------------------------------
 

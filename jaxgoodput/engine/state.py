@@ -8,6 +8,7 @@ old value is refused from then on (`TrainState.require_alive`, `Work.require_unu
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic
 
@@ -18,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
-from jaxgoodput._pytree import static, struct
+from jaxgoodput._pytree import one_vector, static, struct
 from jaxgoodput.optim.adaptive import NoiseReadout, Number
 from jaxgoodput.parallel.strategy import Layout
 
@@ -355,24 +356,21 @@ class StepMetrics(Generic[Number]):
 
     def packed(self) -> Float[Array, " numbers"]:
         """Return all numbers as one float32 vector, which the step's program returns instead of them."""
-        return jnp.concatenate(
-            [jnp.ravel(x).astype(jnp.float32) for x in map(jnp.asarray, jax.tree.leaves(self))]
-        )
+        return one_vector([*map(jnp.asarray, jax.tree.leaves(self))], jnp.float32)
 
     @staticmethod
     def unpacked(
         vector: np.ndarray, aux_names: Sequence[str], num_groups: int
     ) -> tuple["StepMetrics[float]", np.ndarray]:
         """Return what `packed` packed, as numbers and arrays `[groups]`, and the rest of the vector."""
-        kinds = dataclasses.replace(_KINDS, aux=dict.fromkeys(aux_names, float))
-        leaves, structure = jax.tree.flatten(kinds)
-        values, at = [], 0
-        for kind in leaves:
+        kinds, structure = _kinds_with(tuple(aux_names))
+        numbers, values, at = vector.tolist(), [], 0
+        for kind in kinds:
             if kind is np.ndarray:
                 values.append(vector[at : at + num_groups])
                 at += num_groups
             else:
-                values.append(kind(vector[at]))
+                values.append(kind(numbers[at]))
                 at += 1
         return jax.tree.unflatten(structure, values), vector[at:]
 
@@ -388,6 +386,12 @@ _KINDS = StepMetrics[type](
     ),
     aux={},
 )
+
+
+@functools.cache
+def _kinds_with(aux_names: tuple[str, ...]) -> tuple[list[Any], Any]:
+    """Return the kinds of a step's numbers in packing order, and the structure that they belong to."""
+    return jax.tree.flatten(dataclasses.replace(_KINDS, aux=dict.fromkeys(aux_names, float)))
 
 
 def wide(x: Leaf, like: Leaf | None = None) -> Array:

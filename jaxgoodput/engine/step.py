@@ -65,8 +65,8 @@ class Problem:
     loss_and_state: LossAndState
     """Function from parameters, model state, a batch and a key to the loss and the new model state. The loss
     is per sample `[batch]`, a `Loss` or a scalar mean."""
-    tx: optax.GradientTransformationExtraArgs
-    """Optimizer, an `adaptive(...)`."""
+    tx: adaptation.AdaptiveOptimizer
+    """Optimizer."""
     base_batch_size: int
     """Batch size that the learning rate was tuned for."""
     takes_mask: bool = False
@@ -307,30 +307,6 @@ def _weighted(out: Array | Loss, mask: Array) -> tuple[Array, Array, dict[str, A
     return total(out), samples, {}
 
 
-def _without_padding(batch: PyTree, mask: Array, blocks: int) -> PyTree:
-    """Return the batch with a real sample in place of padding, which may hold anything.
-
-    Leaving a padded loss out of the sum is not enough: its gradient is 0 times the result of a backward pass
-    through the padding, and 0 * inf is not 0. The sample comes from the same block of rows (one replica's),
-    so nothing is sent. A block of padding alone stays as it is, with zeros for numbers that are not finite;
-    the loader fills it with a real sample. Without any real sample, `local_sums` ignores the gradient.
-    """
-    rows = mask.reshape(blocks, -1) > 0
-    real, is_empty = jnp.argmax(rows, axis=1), ~rows.any(axis=1)
-
-    def fill(x: Array) -> Array:
-        split = x.reshape(*rows.shape, *x.shape[1:])
-        chosen = jax.vmap(lambda block, row: block[row])(split, real)
-        kept = rows | is_empty[:, None]
-        found = jnp.where(kept.reshape(*rows.shape, *(1,) * (x.ndim - 1)), split, chosen[:, None])
-        if jnp.issubdtype(x.dtype, jnp.inexact):
-            empty = is_empty.reshape(-1, *(1,) * x.ndim)
-            found = jnp.where(empty & ~jnp.isfinite(found), jnp.zeros((), x.dtype), found)
-        return found.reshape(x.shape)
-
-    return jax.tree.map(fill, batch)
-
-
 def local_sums(
     problem: Problem,
     params: PyTree,
@@ -341,21 +317,20 @@ def local_sums(
     key: Array,
     *,
     measure: bool = True,
-    blocks: int = 1,
     part: Array | None = None,
     alone: bool = False,
     swaps: bool = False,
 ) -> Sums:
     """Compute the sums of one micro-batch, of one replica or of all replicas.
 
-    `params` are in compute precision; `mask` is `[batch]`, 1 for real samples and 0 for padding. Rows come
-    from `blocks` replicas. `measure=False` leaves the noise moment at 0 and saves a pass over the gradient.
+    `params` are in compute precision; `mask` is `[batch]`, 1 for real samples and 0 for padding. Padding
+    must repeat real samples, as the loader has it: its gradient is multiplied by 0, and 0 * inf is not 0.
+    `measure=False` leaves the noise moment at 0 and saves a pass over the gradient.
     If `part` is given (`[batch]`, 1 or 0), all rows are computed together, but only this part counts.
     `alone` says that nothing will be added to these sums: if they have no weight, their gradient may be
     anything, and the whole update is refused. `swaps` rewrites matrix gradients (`gradients.py`).
     """
     kept, rest = split(params, problem.mask(params))
-    batch = _without_padding(batch, mask, blocks)
     asked = {"mask": mask} if problem.takes_mask else {}
     mask = _typed_beside(kept, mask)
     if part is not None:
@@ -533,7 +508,7 @@ def _stays_finite(old: PyTree, new: PyTree) -> Array:
 
 
 def _is_update_finite(
-    problem: Problem, state: TrainState, total: Sums, loss: Array, share: Array
+    problem: Problem, state: TrainState, total: Sums, loss: Array, share: Array, **about: Any
 ) -> Array:
     """Return whether the updates of all small leaves are finite, before any update is applied.
 
@@ -547,11 +522,10 @@ def _is_update_finite(
     grads = jax.tree.map(
         lambda g: g * share.astype(g.dtype) if g.size <= small else jnp.ones_like(g), total.grads
     )
-    updates, _ = problem.tx.update(
-        grads, state.opt_state, kept, global_batch_size=total.samples, value=loss
-    )
-    is_finite = [jnp.isfinite(u).all() for u in jax.tree.leaves(updates) if u.size <= small]
-    return jnp.all(jnp.stack(is_finite))
+    updates, _ = problem.tx.update(grads, state.opt_state, kept, value=loss, **about)
+    # 0 times what is not finite is NaN. XLA adds up in one operation, and takes three for `all`.
+    lost = [jnp.sum(wide(jnp.abs(u)) * 0) for u in jax.tree.leaves(updates) if u.size <= small]
+    return jnp.isfinite(sum(lost))
 
 
 def _noise_sample(
@@ -608,28 +582,32 @@ def update(
     share = 1.0 / weight
     changed = _with_added(problem, state.model_state, total)
     finite &= _stays_finite(state.model_state, changed)
-    finite &= _is_update_finite(problem, state, total, loss, share)
+    about = {"global_batch_size": total.samples, "noise": sample}
+    about["decided"] = decided = problem.tx.decide(total.grads, state.opt_state, **about)
+    finite &= _is_update_finite(problem, state, total, loss, share, **about)
 
     def take(grads: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
         updates, opt_state = problem.tx.update(
             jax.tree.map(lambda g: g * share.astype(g.dtype), grads),
             state.opt_state,
             kept,
-            global_batch_size=total.samples,
-            noise=sample,
             value=loss,  # for links that ask for it, such as `reduce_on_plateau`
+            **about,
         )
+        after: Any = opt_state
         moved = optax.apply_updates(kept, updates)
-        ema = _averaged(problem, state.ema, moved, state.opt_state, opt_state)
-        return moved, opt_state, changed, ema
+        ema = _averaged(problem, state.ema, moved, state.opt_state, after)
+        return moved, after.inner, changed, ema
 
     def skip(grads: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
-        # The samples count all the same, so schedules that depend on them advance.
-        opt_state = adaptation.passed_over(state.opt_state, total.samples / problem.base_batch_size)
-        return kept, opt_state, state.model_state, state.ema
+        return kept, state.opt_state.inner, state.model_state, state.ema
 
     # A branch, not a `where` over every leaf: that would keep old and new alive and copy both.
-    new_kept, opt_state, model_state, ema = jax.lax.cond(finite, take, skip, total.grads)
+    new_kept, inner, model_state, ema = jax.lax.cond(finite, take, skip, total.grads)
+    # The samples count all the same, so schedules that depend on them advance.
+    passed = adaptation.passed_over(state.opt_state, total.samples / problem.base_batch_size)
+    own = jax.tree.map(lambda new, old: jnp.where(finite, new, old), decided.own, passed.own)
+    opt_state = adaptation.AdaptiveState(inner=inner, own=own)
     missed = (~finite).astype(jnp.int32)
     new_state = TrainState(
         params=combine(new_kept, rest),

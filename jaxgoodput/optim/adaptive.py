@@ -67,6 +67,64 @@ ScheduleClock = Literal["progress", "samples"]
 
 
 @struct
+class NoiseReadout(Generic[Number]):
+    """Gradient noise as a step reports it: arrays, or Python numbers and numpy arrays on the host."""
+
+    sqr: Number
+    """Squared norm of the mean gradient, a plain average."""
+    var: Number
+    """Trace of the gradient's covariance at the base batch size, a plain average."""
+    known: Number
+    """Whether enough is known of the groups for decisions, a bool."""
+    group_sqr: Any
+    """Signal of each group for decisions, `[groups]`; anything finite unless `known`."""
+    group_var: Any
+    """Noise of each group for decisions, `[groups]`; anything finite unless `known`."""
+    seen_groups: Number
+    """Number of groups whose signal is above its own standard error; 0 unless `known`."""
+    num_samples: Number
+    """Number of noise samples in the trusted averages."""
+    newest_samples: Number
+    """Number of noise samples in the newest averages, which may not be trusted yet."""
+
+    @property
+    def plain(self) -> GradParams:
+        """Plain averages of the moments."""
+        return GradParams(sqr=self.sqr, var=self.var)
+
+    @property
+    def cautious(self: "NoiseReadout[float]") -> GradGroups:
+        """Moments by group of parameters for decisions (`noise.cautious_groups`), NaN if unknown.
+
+        Host values only.
+        """
+        sqr, var = (np.where(self.known, x, np.nan) for x in (self.group_sqr, self.group_var))
+        return GradGroups(sqr=sqr, var=var, known=self.is_known)
+
+    @property
+    def is_known(self: "NoiseReadout[float]") -> bool:
+        """Whether enough is known for decisions. Host values only."""
+        return bool(self.known)
+
+    @property
+    def is_lower_bound(self: "NoiseReadout[float]") -> bool:
+        """Whether no signal is above its own standard error, so that the noise scale may be any larger."""
+        return self.is_known and self.seen_groups == 0
+
+
+@struct
+class Findings:
+    """What follows from the noise statistics. It is worked out when they change, not in every update."""
+
+    readout: NoiseReadout[Any]
+    """The noise as a step reports it."""
+    trusted: GradGroups
+    """Moments by group with the caution that `adaptive` was told, for the worth of a batch."""
+    by_label: GradParams | None
+    """The same by label, `[labels]`, for the learning rate; None without labels."""
+
+
+@struct
 class Adaptation:
     """What `adaptive` adds to the optimizer's state, such as noise statistics, progress and gain.
 
@@ -93,6 +151,8 @@ class Adaptation:
     """Rounding error of `base_batches`."""
     unmeasured: Any
     """Base batches since the noise was last measured."""
+    findings: Findings
+    """What follows from `noise` and `groups`."""
 
 
 class AdaptiveState(NamedTuple):
@@ -102,6 +162,42 @@ class AdaptiveState(NamedTuple):
     """State of the user's optimizer."""
     own: Any
     """`PackedTree[Adaptation]`: everything that `adaptive` adds, in one array."""
+
+
+@struct
+class Decision:
+    """What an update is going to do, apart from the leaves: a few numbers."""
+
+    own: PackedTree[Adaptation]
+    """What `adaptive` adds to the state, after the update."""
+    factors: Any
+    """Factors of the update, `[factors]`."""
+    count: Any
+    """Argument that schedules are called with, int32."""
+    done: Any
+    """Base steps before the update."""
+    progressed: Any
+    """Base steps that the update is worth."""
+
+
+class AdaptiveOptimizer(optax.GradientTransformationExtraArgs):
+    """An optax transformation whose `update` can be split in two: `decide`, and the rest, given `decided`.
+
+    The decision does not depend on the values of gradients. Made outside of a branch, it is made once.
+    """
+
+    decide: Callable[..., Decision]
+    """Function from gradients or their shapes, the state and the keyword arguments of `update` that concern
+    the batch, to a `Decision`."""
+
+    @classmethod
+    def of(
+        cls, init: Callable[..., Any], update: Callable[..., Any], decide: Callable[..., Decision]
+    ) -> "AdaptiveOptimizer":
+        """Make one of its functions."""
+        made = cls(init, update)
+        made.decide = decide
+        return made
 
 
 def adaptive(
@@ -121,7 +217,7 @@ def adaptive(
     shrinks: bool = True,
     seen: Callable[[PyTree], PyTree] = lambda tree: tree,
     clocks: Clocks | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> "AdaptiveOptimizer":
     """Wrap the optimizer `tx`, tuned at `base_batch_size`, so that the batch size may change in every update.
 
     The head of this module explains the method. Call `update(grads, state, params, *, global_batch_size,
@@ -181,8 +277,7 @@ def adaptive(
         clocks=clocks,
         found_clocks={},
     )
-    update: Any = made.update  # optax's type has no room for the required global_batch_size
-    return optax.GradientTransformationExtraArgs(made.init, update)
+    return AdaptiveOptimizer.of(made.init, made.update, made.decide)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -210,9 +305,12 @@ class _Adaptive:
         """Return the `AdaptiveState` before the first update, with no noise measured."""
         num_labels = len(noises.label_names(self.labels, params))
         num_factors = len(self._factors_of(params)[0])
+        noise = noises.init_noise(num_labels)
+        groups = noises.init_noise(len(noises.leaf_groups(self.seen(params))[0]))
         own = Adaptation(
-            noise=noises.init_noise(num_labels),
-            groups=noises.init_noise(len(noises.leaf_groups(self.seen(params))[0])),
+            noise=noise,
+            groups=groups,
+            findings=self._findings(noise, groups),
             progress=jnp.zeros(()),
             progress_rest=jnp.zeros(()),
             gain=jnp.ones(num_factors),
@@ -236,6 +334,7 @@ class _Adaptive:
         noise: NoiseSample | None = None,
         biased: Any = False,
         finite: Any = None,
+        decided: Decision | None = None,
         **extra: Any,
     ) -> tuple[PyTree, AdaptiveState]:
         """Return the updates for averaged gradients, and the new state.
@@ -245,28 +344,52 @@ class _Adaptive:
           `biased` marks a differenced sample.
         * `finite`: a bool scalar. If False, the updates are zero and the state stays, except that the samples
           are counted.
+        * `decided`: what `decide` returned for the arguments before; None: ask it.
         * `extra`: passed to `tx` if it takes extra arguments.
         """
+        if decided is None:
+            about = {"global_batch_size": global_batch_size, "noise": noise, "biased": biased}
+            decided = self.decide(updates, state, **about)
+        _, factor_of_leaf = self._factors_of(updates)
+        with jax.numpy_dtype_promotion(
+            "standard"
+        ):  # optax's adam and schedules fail under "strict"
+            paths = self._clocks_in(updates, params, extra).steady
+            before = with_counts_at(state.inner, paths, decided.count)
+            scaled, inner = self.tx.update(updates, before, params, **extra)
+            inner = jax.tree.map(_typed_as, inner, before)
+        scaled = jax.tree.map(lambda u, i: _times(decided.factors[i], u), scaled, factor_of_leaf)
+        if self.long_averages:
+            inner = memory.by_progress(
+                before, inner, self.long_averages, decided.done, decided.progressed
+            )
+        new = AdaptiveState(inner=inner, own=decided.own)
+        if finite is not None:
+            finite = jnp.asarray(finite, bool)
+            scaled = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), scaled)
+            passed = passed_over(state, self._scale(state.own.tree, global_batch_size))
+            new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, passed)
+        return scaled, new
+
+    def decide(
+        self,
+        updates: PyTree,
+        state: AdaptiveState,
+        *,
+        global_batch_size: Any,
+        noise: NoiseSample | None = None,
+        biased: Any = False,
+    ) -> Decision:
+        """Return what the update for such gradients does, apart from the leaves: see `update`."""
         own = state.own.tree
-        scale = jnp.asarray(global_batch_size, own.progress.dtype) / self.base_batch_size
+        scale = self._scale(own, global_batch_size)
         measured = self._measured(own, updates, scale, noise, biased)
-        kinds, factor_of_leaf = self._factors_of(updates)
+        kinds, _ = self._factors_of(updates)
         factors, progressed, second_moment, moment_weight = self._factors(measured, scale, kinds)
         clocks = {
             "progress": (own.progress, own.progress_rest),
             "samples": (own.base_batches, own.base_batches_rest),
         }
-        with jax.numpy_dtype_promotion(
-            "standard"
-        ):  # optax's adam and schedules fail under "strict"
-            paths = self._clocks_in(updates, params, extra).steady
-            before = with_counts_at(state.inner, paths, _whole(*clocks[self.schedules]))
-            scaled, inner = self.tx.update(updates, before, params, **extra)
-            inner = jax.tree.map(_typed_as, inner, before)
-        scaled = jax.tree.map(lambda u, i: _times(factors[i], u), scaled, factor_of_leaf)
-        if self.long_averages:
-            done = own.progress + own.progress_rest
-            inner = memory.by_progress(before, inner, self.long_averages, done, progressed)
         progress, progress_rest = _add(own.progress, own.progress_rest, progressed)
         base_batches, base_batches_rest = _add(own.base_batches, own.base_batches_rest, scale)
         changed = dataclasses.replace(
@@ -279,13 +402,17 @@ class _Adaptive:
             base_batches=base_batches,
             base_batches_rest=base_batches_rest,
         )
-        new = AdaptiveState(inner=inner, own=PackedTree.of(changed))
-        if finite is not None:
-            finite = jnp.asarray(finite, bool)
-            scaled = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), scaled)
-            passed = passed_over(state, scale)
-            new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, passed)
-        return scaled, new
+        return Decision(
+            own=state.own.replaced(own, changed),
+            factors=factors,
+            count=_whole(*clocks[self.schedules]),
+            done=own.progress + own.progress_rest,
+            progressed=progressed,
+        )
+
+    def _scale(self, own: Adaptation, global_batch_size: Any) -> Array:
+        """Return a batch size over the base batch size."""
+        return jnp.asarray(global_batch_size, own.progress.dtype) / self.base_batch_size
 
     def _measured(
         self, own: Adaptation, updates: PyTree, scale: Array, noise: NoiseSample | None, biased: Any
@@ -324,12 +451,24 @@ class _Adaptive:
         labels_seen = self.seen(noises.label_indices(self.labels, updates))
         by_label = noise.pooled(jax.tree.leaves(labels_seen), own.noise.current.sqr.size - 1)
         by_group = noise.pooled(group_of_leaf, len(names))
+        of_labels = updated(own.noise, by_label)
+        of_groups = updated(own.groups, by_group, outlier=noises.GROUP_OUTLIER)
         return dataclasses.replace(
             own,
-            noise=updated(own.noise, by_label),
-            groups=updated(own.groups, by_group, outlier=noises.GROUP_OUTLIER),
+            noise=of_labels,
+            groups=of_groups,
             unmeasured=unmeasured,
+            findings=self._findings(of_labels, of_groups),
         )
+
+    def _findings(self, noise: NoiseState, groups: NoiseState) -> Findings:
+        """Return what follows from the statistics by label and by group."""
+        cautious = {"num_std_errors": self.num_std_errors, "min_samples": self.min_samples}
+        by_label = None
+        if self.labels is not None:
+            by_label = noises.cautious_grad_params(noise, per_group=True, **cautious)
+        trusted = noises.cautious_groups(groups, **cautious)
+        return Findings(readout=_read_out(noise, groups), trusted=trusted, by_label=by_label)
 
     def _in_units_of_loss(self, noise: NoiseSample, updates: PyTree) -> NoiseSample:
         """Return the sample with norms times step sizes; unchanged if all norms have the same units.
@@ -396,13 +535,11 @@ class _Adaptive:
 
         The last two values are `Adaptation.second_moment` and `moment_weight` after the update.
         """
-        cautious = {"num_std_errors": self.num_std_errors, "min_samples": self.min_samples}
-        as_one = _as_one(noises.cautious_groups(own.groups, **cautious), scale)
+        as_one = _as_one(own.findings.trusted, scale)
         worth = adascale(scale, as_one)  # at most 1 if the noise is unknown
-        if self.labels is None:
+        grad = own.findings.by_label
+        if grad is None:
             grad = jax.tree.map(lambda x: x[None], as_one)
-        else:
-            grad = noises.cautious_grad_params(own.noise, per_group=True, **cautious)
         rated = scale if self.shrinks else jnp.maximum(scale, 1)
         grad = cautious_moments(rated, grad)
         num_labels = own.noise.current.sqr.size - 1
@@ -432,6 +569,8 @@ class _Adaptive:
         self, own: Adaptation, parts: list["_Part"], gains: Any, worth: Array, held_back: Array
     ) -> tuple[Array, Array]:
         """Return `Adaptation.second_moment` and `moment_weight` after an update."""
+        if gains is None:  # no second moment follows the batch
+            return own.second_moment, own.moment_weight
         moments, weights = [], []
         for i, (part, decay) in enumerate(zip(parts, self.rule.second_moment_decays, strict=True)):
             moment, weight = own.second_moment[part.where], own.moment_weight[i]
@@ -548,7 +687,13 @@ def with_noise_held(opt_state: PyTree, grad: GradGroups) -> PyTree:
 
     def held(own: Adaptation) -> Adaptation:
         averages = noises.taken_for(grad, own.groups.held)
-        return dataclasses.replace(own, groups=dataclasses.replace(own.groups, held=averages))
+        groups = dataclasses.replace(own.groups, held=averages)
+        found = dataclasses.replace(
+            own.findings,
+            readout=_read_out(own.noise, groups),
+            trusted=noises.cautious_groups(groups),
+        )
+        return dataclasses.replace(own, groups=groups, findings=found)
 
     # The new values keep the sharding of the old ones.
     changed = with_own(opt_state, held)
@@ -577,70 +722,28 @@ def with_own(opt_state: PyTree, change: Callable[[Adaptation], Adaptation]) -> P
     def changed(node: Any) -> Any:
         if not is_own(node):
             return node
-        return node._replace(own=PackedTree.of(change(node.own.tree)))
+        own = node.own.tree
+        return node._replace(own=node.own.replaced(own, change(own)))
 
     return jax.tree.map(changed, opt_state, is_leaf=is_own)
 
 
-@struct
-class NoiseReadout(Generic[Number]):
-    """Gradient noise as a step reports it: arrays, or Python numbers and numpy arrays on the host."""
-
-    sqr: Number
-    """Squared norm of the mean gradient, a plain average."""
-    var: Number
-    """Trace of the gradient's covariance at the base batch size, a plain average."""
-    known: Number
-    """Whether enough is known of the groups for decisions, a bool."""
-    group_sqr: Any
-    """Signal of each group for decisions, `[groups]`; anything finite unless `known`."""
-    group_var: Any
-    """Noise of each group for decisions, `[groups]`; anything finite unless `known`."""
-    seen_groups: Number
-    """Number of groups whose signal is above its own standard error; 0 unless `known`."""
-    num_samples: Number
-    """Number of noise samples in the trusted averages."""
-    newest_samples: Number
-    """Number of noise samples in the newest averages, which may not be trusted yet."""
-
-    @property
-    def plain(self) -> GradParams:
-        """Plain averages of the moments."""
-        return GradParams(sqr=self.sqr, var=self.var)
-
-    @property
-    def cautious(self: "NoiseReadout[float]") -> GradGroups:
-        """Moments by group of parameters for decisions (`noise.cautious_groups`), NaN if unknown.
-
-        Host values only.
-        """
-        sqr, var = (np.where(self.known, x, np.nan) for x in (self.group_sqr, self.group_var))
-        return GradGroups(sqr=sqr, var=var, known=self.is_known)
-
-    @property
-    def is_known(self: "NoiseReadout[float]") -> bool:
-        """Whether enough is known for decisions. Host values only."""
-        return bool(self.known)
-
-    @property
-    def is_lower_bound(self: "NoiseReadout[float]") -> bool:
-        """Whether no signal is above its own standard error, so that the noise scale may be any larger."""
-        return self.is_known and self.seen_groups == 0
-
-
 def readout(opt_state: PyTree) -> NoiseReadout[Array]:
     """Return the gradient noise in the form that a step reports."""
-    state = find(opt_state).groups
-    plain, cautious = grad_params(opt_state), noises.cautious_groups(state)
+    return find(opt_state).findings.readout
+
+
+def _read_out(noise: NoiseState, groups: NoiseState) -> NoiseReadout[Array]:
+    plain, cautious = noises.grad_params(noise), noises.cautious_groups(groups)
     return NoiseReadout(
         sqr=plain.sqr,
         var=plain.var,
         known=cautious.known,
         group_sqr=cautious.sqr,
         group_var=cautious.var,
-        seen_groups=noises.num_seen(state),
-        num_samples=noises.confidence(state),
-        newest_samples=noises.newest_confidence(state),
+        seen_groups=noises.num_seen(groups),
+        num_samples=noises.confidence(groups),
+        newest_samples=noises.newest_confidence(groups),
     )
 
 

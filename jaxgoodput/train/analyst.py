@@ -227,7 +227,8 @@ class Analyst:
             self._set_cadence(FIRST_CADENCE)
         if ticket.measured and result.metrics.is_finite and noise.newest_samples > 0:
             self._cadence.measured_at = float(ticket.step)
-        self._history.add_noise(result.metrics.progress, noise.cautious, noise.newest_samples)
+        if ticket.measured:
+            self._history.add_noise(result.metrics.progress, noise.cautious, noise.newest_samples)
 
     def _learn_time(self, result: StepResult, *, is_changed: bool) -> None:
         ticket, parts = result.ticket, result.parts

@@ -185,7 +185,8 @@ class Evaluator:
 
     def _compile(self, abstract: TrainState) -> _CompiledMetrics:
         question = self._question(abstract)
-        sharding, mesh = question.sharding, question.sharding.mesh
+        sharding = question.sharding
+        mesh: Any = sharding.mesh
         is_on_cpu = mesh.devices.flat[0].platform == "cpu"
         per_replica = question.least
         if self._micro_batch_size is None:
@@ -285,7 +286,8 @@ def _bytes_of_more(run: Callable[..., Any], some: PyTree, more: PyTree) -> int:
 
     def sizes(jaxpr: Jaxpr) -> Iterator[int]:
         for one in jaxpr.eqns:
-            yield from (x.aval.size * x.aval.dtype.itemsize for x in one.outvars if x.aval.shape)
+            avals: list[Any] = [x.aval for x in one.outvars]
+            yield from (x.size * x.dtype.itemsize for x in avals if x.shape)
             for inner in jaxprs_in_params(one.params):
                 yield from sizes(inner)
 

@@ -577,9 +577,10 @@ def _require_finite(result: StepResult) -> None:
 
     JAX itself looks at the results of an executable's first call only.
     """
-    switch = looks_for()
     # A batch without weight is passed over as without the switch.
-    if switch and not result.metrics.is_finite and not result.metrics.weight <= 0:
+    if result.metrics.is_finite or result.metrics.weight <= 0:
+        return
+    if switch := looks_for():
         raise FloatingPointError(
             f"{switch} is set, and step {result.ticket.step} was not applied: {_fault(result)}. Its "
             f"batch: {_samples_of(result)}. Call your functions on these samples outside of fit, under "

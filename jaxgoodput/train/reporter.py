@@ -17,6 +17,7 @@ from jaxgoodput.engine.state import StepMetrics
 from jaxgoodput.goodput.efficiency import efficiency, noise_scale
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import Event, StepEnd, Window
+from jaxgoodput.optim.adaptive import NoiseReadout
 from jaxgoodput.train.config import Reporting
 from jaxgoodput.train.watcher import StepResult
 from jaxgoodput.tune.evidence import Stretch
@@ -252,17 +253,23 @@ def _step_end(result: StepResult) -> StepEnd:
     )
 
 
+# Of a step's metrics and of its noise: names of fields, and by which hooks know them. Arrays are left out.
+_OWN = tuple(
+    (f.name, _NAMES.get(f.name, f.name))
+    for f in dataclasses.fields(StepMetrics)
+    if f.name not in {"noise", "aux", *_SAID_ELSEWHERE}
+)
+_OF_NOISE = tuple(
+    (f.name, _NAMES.get(f.name, f.name))
+    for f in dataclasses.fields(NoiseReadout)
+    if not f.name.startswith("group_")
+)
+
+
 def _by_name(metrics: StepMetrics[float]) -> dict[str, float]:
     """Return the numbers of a step by the names that hooks know, without the fields in `_SAID_ELSEWHERE`."""
-    own = {f.name: getattr(metrics, f.name) for f in dataclasses.fields(metrics)}
-    noise, aux = own.pop("noise"), own.pop("aux")
-    found = {name: value for name, value in own.items() if name not in _SAID_ELSEWHERE}
-    found |= {
-        f.name: getattr(noise, f.name)
-        for f in dataclasses.fields(noise)
-        if not f.name.startswith("group_")  # arrays, not numbers
-    }
+    found = {known: getattr(metrics, name) for name, known in _OWN}
+    found |= {known: getattr(metrics.noise, name) for name, known in _OF_NOISE}
     if not metrics.weight > 0:  # a mean over nothing
         found |= {"loss": UNKNOWN, "grad_norm": UNKNOWN}
-    found = {_NAMES.get(name, name): value for name, value in found.items()}
-    return found | {f"aux/{name}": value for name, value in aux.items()}
+    return found | {f"aux/{name}": value for name, value in metrics.aux.items()}

@@ -23,7 +23,9 @@ def test_the_dashboard_goes_on_while_a_picture_is_drawn(tmp_path, monkeypatch):
     dashboard.on_fit_start(synthetic.fit_start())
     dashboard.on_tune_end(synthetic.tune_end(10, 300.0, synthetic.START))
     assert began.wait(60)
-    dashboard.on_window(synthetic.window(20, 1.0, 64))  # returns, although the picture is not finished
+    dashboard.on_window(
+        synthetic.window(20, 1.0, 64)
+    )  # returns, although the picture is not finished
     dashboard.flush()
     may_draw.set()
     dashboard.close()

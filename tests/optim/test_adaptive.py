@@ -330,6 +330,38 @@ def test_readers_read():
     np.testing.assert_allclose([noise.plain.sqr, noise.plain.var], [1.0, 3.0], rtol=1e-4)
 
 
+@pytest.mark.parametrize("labels", [None, LABELS])
+def test_what_is_kept_of_the_noise_is_what_follows_from_it(labels):
+    """After any update, measured or not, and when an earlier run's noise is held."""
+    tx = wrap(optax.adam(0.1), labels=labels, num_std_errors=0.5, min_samples=3.0)
+    made = tx.update.__self__  # the object whose methods an optax transformation is made of
+    held = GradGroups(sqr=np.ones(2), var=np.full(2, 5.0))
+    begun = tx.init(PARAMS)
+    for state in (begun, adaptation.with_noise_held(begun, held)):
+        for step in range(12):
+            own = find(state)
+            found = made._findings(own.noise, own.groups)
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), own.findings, found
+            )
+            measured = sample(1.0 + step, 3.0) if step % 3 else None
+            _, state = tx.update(
+                gradients(step), state, PARAMS, global_batch_size=2 * BASE, noise=measured
+            )
+
+
+def test_a_decision_made_apart_gives_the_same_update():
+    tx = wrap(optax.adamw(SCHEDULE))
+    state = tx.init(PARAMS)
+    for step in range(10):
+        about = {"global_batch_size": 3 * BASE, "noise": sample(1.0, 3.0)}
+        whole = tx.update(gradients(step), state, PARAMS, **about)
+        decided = tx.decide(gradients(step), state, **about)
+        apart = tx.update(gradients(step), state, PARAMS, **about, decided=decided)
+        jax.tree.map(np.testing.assert_array_equal, whole, apart)
+        _, state = whole
+
+
 def test_mistakes_are_named():
     with pytest.raises(ValueError, match="base_batch_size must be positive, got 0"):
         adaptation.adaptive(optax.sgd(0.1), rules.none, base_batch_size=0)

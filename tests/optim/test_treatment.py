@@ -243,7 +243,7 @@ def test_each_leaf_weighs_as_much_as_its_real_update_decreases_the_loss(names, s
         measured.append(math.prod(shape) * (size if is_adams else size**2))
     converted = np.asarray(bare(found)._in_units_of_loss(noiseless(measured), grads).large_sqr)
     wanted = np.array(jax.device_get(decreases()))
-    # Muon brings each singular value only near to 1, to between 0.68 and 1.13. Of many it is the mean that counts.
+    # Muon brings each singular value only near to 1: to between 0.68 and 1.13. Of many, their mean counts.
     is_rough = any(
         "muon" in name and 1 < min(*shape, 16) < 16 and len(shape) == 2
         for name, shape in zip(names, shapes, strict=True)
