@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 import jaxgoodput
-import jaxgoodput.observe.tensorboard  # what it needs sets a variable of the environment, at import
+import jaxgoodput.observe.dashboard.tensorboard  # what it needs sets a variable of the environment, at import
 
 TOP = pathlib.Path(jaxgoodput.__file__).parent
 MODULES = sorted(

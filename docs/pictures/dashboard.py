@@ -22,7 +22,7 @@ import urllib.request
 
 from jaxgoodput.clock import SystemClock
 from jaxgoodput.observe import board
-from jaxgoodput.observe.tags import charts_link, pinned_link
+from jaxgoodput.observe.dashboard.tags import charts_link, pinned_link
 
 SIZE = {"timeseries": (1500, 2000), "images": (1500, 2600), "text": (1500, 2600)}
 OTHERS = (1500, 1700)

@@ -126,7 +126,7 @@ def with_tables(problem: pure.Problem, tables: Mapping[str, Table]) -> RowProble
         return tx.init(together)
 
     given["loss_and_state"] = loss_and_state
-    given["tx"] = optax.GradientTransformationExtraArgs(init, tx.update)
+    given["tx"] = adaptation.AdaptiveOptimizer.of(init, tx.update, tx.decide)
     return RowProblem(**given, tables=tables)
 
 

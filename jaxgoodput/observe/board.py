@@ -10,9 +10,9 @@ import urllib.request
 from collections.abc import Callable, Sequence
 
 from jaxgoodput.clock import Clock, SystemClock
+from jaxgoodput.observe.dashboard.tags import pinned_link
+from jaxgoodput.observe.dashboard.tensorboard import DIRECTORY
 from jaxgoodput.observe.report import run_names
-from jaxgoodput.observe.tags import pinned_link
-from jaxgoodput.observe.tensorboard import DIRECTORY
 
 FIRST_PORT, NUM_PORTS = 6006, 100
 LOOK_S, LIMIT_S = 0.2, 60.0

@@ -11,9 +11,9 @@ from absl import logging
 
 from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock
+from jaxgoodput.observe.dashboard.tags import how_to_look
+from jaxgoodput.observe.dashboard.tensorboard import describe
 from jaxgoodput.observe.events import EvalEnd, FitEnd, FitStart, Preempt, TuneEnd, Window
-from jaxgoodput.observe.tags import how_to_look
-from jaxgoodput.observe.tensorboard import describe
 from jaxgoodput.text import compact, count, seconds
 
 

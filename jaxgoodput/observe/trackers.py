@@ -19,9 +19,9 @@ from typing import Any
 
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.observe import journal
+from jaxgoodput.observe.dashboard.scalars import flat, scalars_of, time_scalars
 from jaxgoodput.observe.events import Event, FitEnd, FitStart
 from jaxgoodput.observe.hooks import Hook
-from jaxgoodput.observe.scalars import flat, scalars_of, time_scalars
 
 IDENTITIES = "trackers.json"  # in the workdir: the ids of the tracker runs of this run
 

@@ -28,7 +28,7 @@ from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe import journal
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.console import Console
-from jaxgoodput.observe.tensorboard import Dashboard
+from jaxgoodput.observe.dashboard.tensorboard import Dashboard
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.parallel.place import Place
 from jaxgoodput.train.checkpoints.meta import CheckpointMeta

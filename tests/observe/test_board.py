@@ -13,7 +13,7 @@ from processes import LIMIT_S
 from jaxgoodput import cli
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.observe import board, hooks
-from jaxgoodput.observe.tensorboard import Dashboard
+from jaxgoodput.observe.dashboard.tensorboard import Dashboard
 
 
 def run(workdir):

@@ -11,8 +11,8 @@ import tensorboard_server
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.observe import hooks
 from jaxgoodput.observe.badput import TimeLedger
-from jaxgoodput.observe.tags import charts_link
-from jaxgoodput.observe.tensorboard import Dashboard
+from jaxgoodput.observe.dashboard.tags import charts_link
+from jaxgoodput.observe.dashboard.tensorboard import Dashboard
 
 WIDTH, HEIGHT = 1500, 2000
 # What TensorBoard gives the first two runs, and the background of its error boxes.

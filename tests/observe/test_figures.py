@@ -14,7 +14,7 @@ from jaxgoodput.goodput.efficiency import GradGroups, GradParams
 
 pytest.importorskip("matplotlib")
 
-from jaxgoodput.observe import figures
+from jaxgoodput.observe.dashboard import figures
 
 OF_A_FIT = [figures.goodput_surface, figures.goodput_curve, figures.fit_scatter]
 NAMES = ("table", "dense")

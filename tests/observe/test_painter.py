@@ -6,8 +6,8 @@ import pytest
 import synthetic
 
 from jaxgoodput.clock import FakeClock
-from jaxgoodput.observe.painter import Drawing
-from jaxgoodput.observe.tensorboard import Dashboard
+from jaxgoodput.observe.dashboard.painter import Drawing
+from jaxgoodput.observe.dashboard.tensorboard import Dashboard
 
 
 def test_the_dashboard_goes_on_while_a_picture_is_drawn(tmp_path, monkeypatch):

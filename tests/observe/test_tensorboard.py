@@ -17,11 +17,10 @@ import tensorboard_server
 from tensorboardX.proto import api_pb2, layout_pb2, plugin_hparams_pb2
 
 from jaxgoodput.clock import FakeClock, SystemClock
-from jaxgoodput.observe import eventfile, hooks
+from jaxgoodput.observe import hooks
 from jaxgoodput.observe.badput import BUCKETS, TimeLedger
-from jaxgoodput.observe.events import Checkpoint, EvalEnd, FitEnd, Preempt
-from jaxgoodput.observe.journal import Journal
-from jaxgoodput.observe.tags import (
+from jaxgoodput.observe.dashboard import eventfile
+from jaxgoodput.observe.dashboard.tags import (
     CHARTS,
     PICTURES,
     PINNED,
@@ -30,7 +29,9 @@ from jaxgoodput.observe.tags import (
     shown,
     tag_table,
 )
-from jaxgoodput.observe.tensorboard import Dashboard
+from jaxgoodput.observe.dashboard.tensorboard import Dashboard
+from jaxgoodput.observe.events import Checkpoint, EvalEnd, FitEnd, Preempt
+from jaxgoodput.observe.journal import Journal
 
 MARGINS = [tags for charts in CHARTS.values() for kind, tags in charts.values() if kind == "Margin"]
 
@@ -328,8 +329,8 @@ def test_every_card_says_what_it_shows_and_in_what_unit(finished):
 
 def test_without_matplotlib_one_line_says_how_to_get_pictures(tmp_path, clock, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "jaxgoodput.observe.figures", raising=False)
-    monkeypatch.delattr("jaxgoodput.observe.figures", raising=False)
+    monkeypatch.delitem(sys.modules, "jaxgoodput.observe.dashboard.figures", raising=False)
+    monkeypatch.delattr("jaxgoodput.observe.dashboard.figures", raising=False)
     dashboard = Dashboard(tmp_path, clock=clock, figures_every_s=0.0)
     dashboard.on_fit_start(synthetic.fit_start())
     for step in (10, 20):
@@ -465,7 +466,7 @@ import synthetic
 import tensorboard_server
 from jaxgoodput.clock import SystemClock
 from jaxgoodput.observe.events import Checkpoint
-from jaxgoodput.observe.tensorboard import Dashboard
+from jaxgoodput.observe.dashboard.tensorboard import Dashboard
 dashboard = Dashboard({workdir!r}, clock=SystemClock())
 dashboard.on_fit_start(synthetic.fit_start())
 for step in range(10, 471, 10):

@@ -14,7 +14,7 @@ import synthetic
 import jaxgoodput as jg
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.observe import hooks
-from jaxgoodput.observe.scalars import scalars_of
+from jaxgoodput.observe.dashboard.scalars import scalars_of
 
 
 class Line(jg.Trainer):

@@ -1,5 +1,6 @@
 """A Trainer over two tables with tiers, and the same training with all rows in memory."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -148,12 +149,13 @@ def dense(trainer, steps):
     }
     step = jax.jit(engine.programs.step(engine.shape(64), measure=True).function)
     state, data = engine.init(jax.random.key(whole.config.seed)), samples()
+    state, key = dataclasses.replace(state, key=None), jax.random.key_data(state.key)
     for one in steps:
         chosen, _ = take(one.before, NUM_SAMPLES, one.num_samples)
         batch = {name: x[chosen] for name, x in data.items()}
         batch = WithRows(own=batch, rows={name: batch[name] for name in SIZES})
         mask = np.ones(one.num_samples, np.float32)
-        state, slots, _ = step(state, slots, every, batch, mask)
+        state, slots, _ = step(state, key, slots, every, batch, mask)
     tables = whole.tables()
     rows = {name: tables[name].layout.unpack_host(np.asarray(x)) for name, x in slots.items()}
     return rows, jax.device_get(state.params)

@@ -24,7 +24,10 @@ from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.goodput.sweep import Sweep, fixed_goodput
 from jaxgoodput.observe import journal
 from jaxgoodput.observe.badput import TimeLedger
-from jaxgoodput.observe.eventfile import EventFile
+from jaxgoodput.observe.dashboard.eventfile import EventFile
+from jaxgoodput.observe.dashboard.painter import Drawing, Painter
+from jaxgoodput.observe.dashboard.scalars import flat, scalars_of, time_scalars
+from jaxgoodput.observe.dashboard.tags import CHARTS, Charts, description, shown, tag_table
 from jaxgoodput.observe.events import (
     Checkpoint,
     EvalEnd,
@@ -38,9 +41,6 @@ from jaxgoodput.observe.events import (
     TuneEnd,
     Window,
 )
-from jaxgoodput.observe.painter import Drawing, Painter
-from jaxgoodput.observe.scalars import flat, scalars_of, time_scalars
-from jaxgoodput.observe.tags import CHARTS, Charts, description, shown, tag_table
 from jaxgoodput.text import count, seconds
 
 DIRECTORY = "tensorboard"

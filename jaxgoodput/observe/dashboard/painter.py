@@ -35,7 +35,9 @@ class Drawing:
 
     def pictures(self) -> list[Picture]:
         """Draw all pictures. Raises ModuleNotFoundError without matplotlib."""
-        from jaxgoodput.observe import figures  # slow to import, and matplotlib is an extra
+        from jaxgoodput.observe.dashboard import (
+            figures,  # slow to import, and matplotlib is an extra
+        )
 
         drawn, tune = [], self.tune
         if tune is not None:
