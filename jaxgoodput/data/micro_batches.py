@@ -31,7 +31,7 @@ class MicroBatch:
     data: PyTree[jax.Array]
     """Samples of all replicas; leaves `[rows, ...]`."""
     mask: Float[Array, " rows"]
-    """1 for samples, 0 for padding. Padding repeats a real sample, so that a masked loss stays finite."""
+    """1 for samples, 0 for padding. That repeats a sample of its replica, so that a masked loss is finite."""
     on_host: Any = None
     """Result of the loader's `on_host` function for the same rows."""
 
@@ -267,11 +267,9 @@ class MicroBatchReader:
         rows = reading.result()
         self._kind = check_same_kind(rows, self._kind, num_mine + bool(num_padded))
         rows = narrow(rows)
-        if num_padded > 1:
-            # Padding repeats a real sample. With zeros, a loss could be infinite, and 0 times it is NaN.
-            rows = jax.tree.map(
-                lambda x: np.concatenate([x, x[-1:].repeat(num_padded - 1, 0)]), rows
-            )
+        if num_padded:
+            filled = _padded(held, num_mine, sharding.shard_shape((num_rows,))[0])
+            rows = jax.tree.map(lambda x: x[filled], rows)
         data, mask = put_rows(rows, held, sharding, num_rows=num_rows), full_mask
         if num_padded:
             ones = (np.arange(len(held)) < num_mine).astype(np.float32)
@@ -287,3 +285,19 @@ class MicroBatchReader:
             ones = np.ones(len(held), np.float32)
             self._held = key, held, put_rows(ones, held, sharding, num_rows=num_rows)
         return self._held[1:]
+
+
+def _padded(held: np.ndarray, num_mine: int, replica_rows: int) -> np.ndarray:
+    """Return for each row that is held which of the rows that were read it is.
+
+    The first `num_mine` rows are samples, the rest is padding. Padding repeats the first sample of its
+    replica. With zeros a loss could be infinite, and 0 times it is NaN. A replica of padding alone gets the
+    sample that was read behind the others. `held` are the numbers of the rows, ascending.
+
+    >>> _padded(np.arange(8), 5, 2)
+    array([0, 1, 2, 3, 4, 4, 5, 5])
+    """
+    first = np.searchsorted(held, held // replica_rows * replica_rows)
+    return np.where(
+        np.arange(len(held)) < num_mine, np.arange(len(held)), np.minimum(first, num_mine)
+    )
