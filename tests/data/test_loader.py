@@ -340,8 +340,23 @@ def test_the_last_batch_is_as_small_as_can_be_and_padded_with_real_values_of_wei
     assert mask.tolist() == [1] * 5 + [0]
     x = np.asarray(last.micro_batches[1].data["x"])[:, 0]
     np.testing.assert_array_equal(x[:5], last.indices[8:] + 5)
-    np.testing.assert_array_equal(x[5:], [last.indices[8] + 5])
+    np.testing.assert_array_equal(x[5:], [last.indices[8 + 3] + 5])  # the first of its replica
     assert last.after == Cursor(0, 0, 37)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("count", range(1, 13))
+def test_padding_repeats_the_first_sample_of_its_replica(replicas, count):
+    """If a replica has none of its own, it gets the first one of the micro-batch."""
+    with loader_of(numbers(40), replicas, max_samples=count) as loader:
+        batch = step(loader, config_of(12 // replicas, num_replicas=replicas))
+    (micro,) = batch.micro_batches
+    mask, ids = np.asarray(micro.mask), np.asarray(micro.data["id"])
+    size = len(ids) // replicas
+    assert size == -(-count // replicas) and mask.sum() == count
+    for row in range(count, len(ids)):
+        first = row // size * size
+        assert ids[row] == batch.indices[first if first < count else 0]
 
 
 def test_full_micro_batches_share_one_mask_and_a_padded_one_has_its_own():
