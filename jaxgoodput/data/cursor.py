@@ -48,6 +48,15 @@ class Cursor:
         """
         return self.epoch * dataset_size + self.offset
 
+    def later(self, num_samples: int, dataset_size: int) -> "Cursor":
+        """Return the cursor so many samples later.
+
+        >>> Cursor(seed=0, offset=8).later(4, 10)
+        Cursor(seed=0, epoch=1, offset=2)
+        """
+        epoch, offset = divmod(self.num_samples(dataset_size) + num_samples, dataset_size)
+        return Cursor(self.seed, epoch, offset)
+
 
 def _check_field(name: str, value: Any) -> None:
     if type(value) is not int:

@@ -9,9 +9,11 @@ A stream cannot be read again, so it keeps its samples until they are handed out
 whole of it.
 """
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -37,6 +39,13 @@ from jaxgoodput.goodput.search import BatchConfig
 CLOSE_TIMEOUT_S = 10.0
 
 
+@partial(jax.jit, static_argnums=1)
+def _cut(tree: PyTree, count: int) -> list[PyTree]:
+    """Return a tree of arrays in `count` equal parts along their first axis."""
+    parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), tree)
+    return [jax.tree.map(lambda x, i=i: x[i], parts) for i in range(count)]
+
+
 @dataclass(frozen=True)
 class StepBatch:
     """The samples of one step, which is one update of the parameters."""
@@ -59,9 +68,16 @@ class StepBatch:
     """Indices of the samples in order, over all processes."""
     parts: Iterator[MicroBatch] | None = None
     """Parts that this process takes, instead of `micro_batches`. Each is read when it is asked for."""
+    count: int = 1
+    """Updates that are made of it, one after the other: see `Loader.next_block`."""
     read_s: float = 0.0
     """Seconds that the loader's thread spent reading this process's part, mostly in the background. 0 for
     parts and if several threads read, whose time is not known."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has as many samples as its configuration says; a run's last batch may have fewer."""
+        return self.num_samples == self.count * self.config.global_batch_size
 
 
 class Loader:
@@ -185,6 +201,12 @@ class Loader:
           RuntimeError: the source failed, with the cause chained (raised after the batches before it, and
             again by further calls), or the loader is closed.
         """
+        return self._next(config, 1, meanwhile)
+
+    def _next(
+        self, config: BatchConfig, count: int, meanwhile: Callable[[], None]
+    ) -> StepBatch | None:
+        """Return the next batch in the shape of `config`, which is for `count` updates."""
         if config != self._config:
             self._check(config)
             self._ahead.configure(config)
@@ -194,7 +216,54 @@ class Loader:
         portions = self._ahead.take(config, meanwhile)
         if not portions:
             return None
-        return self._step_batch(portions, config, before, self._clock.now() - began_s)
+        return self._step_batch(portions, config, count, before, self._clock.now() - began_s)
+
+    @property
+    def can_read_blocks(self) -> bool:
+        """Whether `next_block` may be called: samples can be read again, and are."""
+        return not self._reader.is_stream
+
+    def next_block(
+        self, config: BatchConfig, count: int, *, meanwhile: Callable[[], None] = lambda: None
+    ) -> StepBatch:
+        """Return the next `count` batches as one, for as many updates; there must be as many samples.
+
+        The batches have one replica and one micro-batch each. They are read and put on the device together,
+        which costs hardly more than for one of them, if it is small.
+        """
+        assert config.num_replicas == config.num_micro_batches == 1 and self.can_read_blocks
+        wide = dataclasses.replace(config, micro_batch_size=count * config.micro_batch_size)
+        block = self._next(wide, count, meanwhile)
+        assert block is not None and block.num_samples == wide.global_batch_size
+        return dataclasses.replace(block, config=config)
+
+    def apart(self, block: StepBatch) -> list[StepBatch]:
+        """Return the batches of a block one by one."""
+        (wide,), size = block.micro_batches, block.config.global_batch_size
+        cursors, found = self.cursors_in(block), []
+        for i, data in enumerate(_cut(wide.data, block.count)):
+            _, mask = self._reader.whole(self._ahead.sharding, size)
+            found.append(
+                dataclasses.replace(
+                    block,
+                    micro_batches=(MicroBatch(data=data, mask=mask),),
+                    count=1,
+                    num_samples=size,
+                    before=cursors[i],
+                    after=cursors[i + 1],
+                    wait_s=0.0 if i else block.wait_s,
+                    indices=block.indices[i * size : (i + 1) * size],
+                )
+            )
+        return found
+
+    def cursors_in(self, batch: StepBatch) -> list[Cursor]:
+        """Return the places before, between and behind the updates that a batch is for."""
+        if batch.count == 1:
+            return [batch.before, batch.after]
+        size, total = batch.config.global_batch_size, self._reader.dataset_size
+        inside = [batch.before.later(i * size, total) for i in range(1, batch.count)]
+        return [batch.before, *inside, batch.after]
 
     def next_in_parts(self, config: BatchConfig, lease: Callable[[], int]) -> StepBatch | None:
         """Return the next batch, of which this process takes the parts that `lease` assigns to it.
@@ -285,11 +354,16 @@ class Loader:
             ) from error
 
     def _step_batch(
-        self, portions: list[Portion], config: BatchConfig, before: Cursor, wait_s: float
+        self,
+        portions: list[Portion],
+        config: BatchConfig,
+        count: int,
+        before: Cursor,
+        wait_s: float,
     ) -> StepBatch:
         indices = np.concatenate([portion.indices for portion in portions])
         dataset_size = self._reader.dataset_size
-        if len(indices) > dataset_size and not self._has_warned:
+        if len(indices) > count * dataset_size and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"global_batch_size={config.global_batch_size} is larger than the dataset of "
@@ -306,6 +380,7 @@ class Loader:
             after=portions[-1].after.cursor,
             num_padded=sum(portion.num_rows for portion in portions) - len(indices),
             wait_s=wait_s,
+            count=count,
             read_s=sum(portion.read_s for portion in portions),
             indices=indices,
         )

@@ -252,7 +252,7 @@ class MicroBatchReader:
         self, sharding: NamedSharding, num_rows: int, part: int, places: Places
     ) -> tuple[int, Reading]:
         """Begin to read the rows that this process holds of a part; return how many of them are samples."""
-        held, _ = self._held_rows(sharding, num_rows)
+        held, _ = self.whole(sharding, num_rows)
         rows = part * num_rows + held
         mine = rows[rows < len(places.indices)]
         # If rows are missing, one more sample is read to pad with, even if there is no other.
@@ -262,7 +262,7 @@ class MicroBatchReader:
     def _assembled(
         self, reading: Reading, num_mine: int, sharding: NamedSharding, num_rows: int
     ) -> MicroBatch:
-        held, full_mask = self._held_rows(sharding, num_rows)
+        held, full_mask = self.whole(sharding, num_rows)
         num_padded = len(held) - num_mine
         rows = reading.result()
         self._kind = check_same_kind(rows, self._kind, num_mine + bool(num_padded))
@@ -277,7 +277,7 @@ class MicroBatchReader:
         on_host = None if self.on_host is None else self.on_host(rows)
         return MicroBatch(data=data, mask=mask, on_host=on_host)
 
-    def _held_rows(self, sharding: NamedSharding, num_rows: int) -> tuple[np.ndarray, Array]:
+    def whole(self, sharding: NamedSharding, num_rows: int) -> tuple[np.ndarray, Array]:
         """Return which of `num_rows` rows this process holds, and a mask of ones, which is made once."""
         key = (sharding, num_rows)
         if self._held is None or self._held[0] != key:

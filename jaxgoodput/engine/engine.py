@@ -266,16 +266,25 @@ class Engine:
         """Return the state's shapes and types, with this layout's shardings."""
         return self.programs.abstract_state()
 
-    def read(self, packed: Array) -> tuple[StepMetrics[float], np.ndarray]:
+    def read_all(self, packed: Array) -> list[tuple[StepMetrics[float], np.ndarray]]:
+        """Fetch the metrics of the steps that were dispatched together, as `read` does for one."""
+        return (
+            list(map(self.read, self._fetched(packed))) if packed.ndim > 1 else [self.read(packed)]
+        )
+
+    def read(self, packed: Array | np.ndarray) -> tuple[StepMetrics[float], np.ndarray]:
         """Fetch a step's metrics, and the sum of all processes' control vectors (empty in one process).
 
         Waits for the step that computes them.
         """
         programs = self.programs
+        vector = self._fetched(packed)
+        return StepMetrics.unpacked(vector, programs.aux_names, len(programs.param_groups))
+
+    def _fetched(self, packed: Array | np.ndarray) -> np.ndarray:
         # Not `device_get`, whose walk over trees would cost several times as much as the copy.
         with jax.transfer_guard_device_to_host("allow"):
-            vector = np.asarray(packed)
-        return StepMetrics.unpacked(vector, programs.aux_names, len(programs.param_groups))
+            return np.asarray(packed)
 
     # -- compiling ahead -------------------------------------------------------------------------
 
@@ -521,6 +530,22 @@ class Engine:
         measure = measure and self.programs.can_measure(shape.micro_batch_size)
         run = self.compiled(self.programs.step, shape, measure=measure)
         state, metrics = self._run_keyless(run, state, *inputs)
+        return state, metrics
+
+    def steps(
+        self, state: TrainState, batch: PyTree, mask: Array, *, count: int
+    ) -> tuple[TrainState, Array]:
+        """Run `count` steps of one micro-batch in one executable, on one replica of one process.
+
+        `batch` and `mask` have the rows of all steps, one after the other. Returns the new state and the
+        metrics vectors, `[count, numbers]`. Donates the state. No step takes a noise sample.
+        """
+        state.require_alive()
+        wide = self._shape_of(batch, mask)
+        size = wide.micro_batch_size // count
+        shape = dataclasses.replace(wide, micro_batch_size=size)
+        run = self.compiled(self.programs.steps, shape, count=count)
+        state, metrics = self._run_keyless(run, state, batch, mask, *self._numbers)
         return state, metrics
 
     def step_with_rows(

@@ -139,6 +139,10 @@ class Analyst:
         """Record the seconds that preparing a batch took, beside the steps."""
         self._feeding.add(global_batch_size, seconds)
 
+    def step_s(self, config: BatchConfig) -> float:
+        """Return the median seconds of a configuration's steps; NaN before one was timed."""
+        return self._timings.step_s(config)
+
     def tell(self, event: Event) -> None:
         """Pass an event on to the hooks, after everything handed in before it."""
         self._worker.put(event)

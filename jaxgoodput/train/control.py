@@ -384,6 +384,10 @@ class DueEvery:
         """Count from `at` on, unless it counts from an earlier moment already."""
         self.last = min(self.last, at)
 
+    def left(self, at: float) -> float:
+        """Return how long after the moment `at` it is due; infinity if it is not known."""
+        return self.last + self.every - at if self.every and self.last < math.inf else math.inf
+
     def is_due(self, at: float) -> bool:
         """Whether it is due at the moment `at`; if so, it is next due `every` later."""
         if not self.every or at - self.last < self.every:
@@ -430,6 +434,12 @@ class Due:
         if not (save or evaluate or keep):
             return None
         return Control(save=save, evaluate=evaluate, keep=keep)
+
+    def progress_left(self, progress: float) -> float:
+        """Return the base steps until something is due by progress; infinity if nothing is."""
+        return min(
+            by_progress.left(progress) for _, by_progress in (self._saves, self._evaluations)
+        )
 
     def kept(self, cost_s: float, failure_every_s: float) -> None:
         """Schedule copies so that they and the work that a failure undoes cost least together.

@@ -9,6 +9,7 @@ batch have an object each (`duties/`).
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -111,6 +112,9 @@ class Loop:
         self.watcher = Watcher(self._read, self._on_result, clock)
         self.analyst = _analyst_of(self, self._hook_failed, tuner)
         self._every = self.analyst.statistics_every  # steps between two measurements of the noise
+        # The last step of each of the newest dispatches, and the last one whose result was looked at.
+        self._dispatched: deque[int] = deque([self.now.step], maxlen=DEPTH)
+        self._settled_to = self.now.step
         given = (start, config, self.analyst, ledger, clock)
         self._reader = BatchReader(*given)
         self._switcher = BatchSwitcher(*given)
@@ -266,14 +270,14 @@ class Loop:
         self.now.expects_steps = True
         try:
             with jax.transfer_guard("disallow"):
-                while self._obey(self._settled(first)):
+                while self._obey(self._settled()):
                     batch = self._next_batch()
                     if batch is None:
                         has_data = False
                         break
                     with jax.profiler.StepTraceAnnotation("train", step_num=self.now.step + 1):
                         self._dispatch(batch)
-            for step in range(max(self.now.step + 2 - DEPTH, first + 1), self.now.step + 1):
+            for step in range(self._settled_to + 1, self.now.step + 1):
                 self.now.look_at(self.watcher.result(step))
             if not has_data and not self._ending.is_early:
                 self._reader.tell_end()
@@ -281,12 +285,23 @@ class Loop:
         finally:
             self.now.expects_steps = False
 
-    def _settled(self, first: int) -> StepResult | None:
-        """Return the newest result that every process has by now: the step before the one in flight."""
-        wanted = self.now.step + 1 - DEPTH
-        if wanted <= first:
-            return None
-        result = self.watcher.result(wanted)
+    def _settled(self) -> StepResult | None:
+        """Return the newest result that every process has by now: of the dispatch before the one in flight.
+
+        None if there is no new one.
+        """
+        newest, wanted = (
+            None,
+            self._dispatched[0] if len(self._dispatched) == DEPTH else self._settled_to,
+        )
+        for step in range(self._settled_to + 1, wanted + 1):
+            newest = self._checked(self.watcher.result(step))
+            self._settled_to = step
+        return newest
+
+    def _checked(self, result: StepResult) -> StepResult:
+        """Return a result that may be built upon; raises if too many updates in a row were refused."""
+        wanted = result.ticket.step
         self.now.look_at(result)
         _require_finite(result)
         in_a_row = result.metrics.skipped_in_a_row
@@ -360,48 +375,67 @@ class Loop:
 
     def _next_batch(self) -> StepBatch | None:
         try:
-            return self._reader.next(meanwhile=self._unless_stopping)
+            return self._reader.next(self._num_free(), meanwhile=self._unless_stopping)
         except Stopping:
             self._give_up()
             return None
 
+    def _num_free(self) -> int:
+        """Return how many steps need no attention before the next one that does.
+
+        That is one that measures the noise, or after which a save, an evaluation or the end may be due.
+        """
+        now, total = self.now, self.config.base_steps
+        most = max(now.batch.global_batch_size / self.config.batch.base, 1)  # base steps of a step
+        left = self._due.progress_left(now.progress)
+        if total is not None:
+            left = min(left, total - now.progress)
+        unseen = now.step - now.progress_step
+        return int(min(-now.step % self._every, max(left / most - unseen - 1, 0)))
+
     def _dispatch(self, batch: StepBatch) -> None:
-        """Start one step. Alone, nothing here waits for a device."""
+        """Start a step, or a block of steps. Alone, nothing here waits for a device."""
         now, num_compiled = self.now, self.compilations.num
         now.is_changing = True
         dispatched_s = self.clock.now()
         measured = self._is_measured(batch)
         done = self.kind.dispatch(now, batch, measured=measured)
         now.state = done.state
-        now.step += 1
+        begun_at, samples = now.step, now.samples
+        now.step += batch.count
+        self._dispatched.append(now.step)
         now.samples += batch.num_samples
         now.cursor, now.stream = batch.after, self.start.loader.stream
         now.is_changing = False
-        is_whole = batch.num_samples == batch.config.global_batch_size
-        timed = self._num_untimed <= 0 and self.compilations.num == num_compiled and is_whole
+        is_steady = self._num_untimed <= 0 and self.compilations.num == num_compiled
+        timed = is_steady and batch.is_whole
         self._num_untimed -= 1
         is_busy = self.start.strategies.is_busy
         self.kind.stepped(now.step, timed=timed and not is_busy)
+        cursors, size = self.start.loader.cursors_in(batch), batch.num_samples // batch.count
         self.watcher.submit(
-            Ticket(
-                step=now.step,
-                config=batch.config,
-                measured=measured,
-                # A step that waits for its batch takes as long as reading it does.
-                began_s=dispatched_s - batch.wait_s,
-                timed=timed,
-                busy=is_busy,
-                num_samples=batch.num_samples,
-                samples=now.samples,
-                num_batches_taken=self.requests.num_batches_taken,
-                before=batch.before,
-                after=batch.after,
-                metrics=done.metrics,
-                accumulated=done.accumulated,
-                reduced=done.reduced,
+            *(
+                Ticket(
+                    step=begun_at + i,
+                    config=batch.config,
+                    measured=measured,
+                    # A step that waits for its batch takes as long as reading it does.
+                    began_s=dispatched_s - batch.wait_s,
+                    timed=timed,
+                    busy=is_busy,
+                    num_samples=size,
+                    samples=samples + i * size,
+                    num_batches_taken=self.requests.num_batches_taken,
+                    before=cursors[i - 1],
+                    after=cursors[i],
+                    metrics=done.metrics,
+                    accumulated=done.accumulated,
+                    reduced=done.reduced,
+                )
+                for i in range(1, batch.count + 1)
             )
         )
-        self._saver.certifier.stepped()
+        self._saver.certifier.stepped(batch.count)
 
     def _is_measured(self, batch: StepBatch) -> bool:
         """Return whether this step measures gradient noise.
@@ -410,6 +444,8 @@ class Loop:
         micro-batch alone is measured in one step of `self._every`, and only if its batch is whole and the
         program for it is compiled.
         """
+        if batch.count > 1:
+            return False  # none of its steps is one that measures
         if self.now.engine.has_groups or batch.parts is not None or len(batch.micro_batches) > 1:
             return True  # its micro-batches, or other groups, tell the noise anyway
         if batch.num_samples < batch.config.global_batch_size:
@@ -505,8 +541,8 @@ class Loop:
         self._ending.error = self._ending.error or error
         self.requests.interrupt("a hook failed")
 
-    def _read(self, metrics: Array) -> tuple[StepMetrics[float], np.ndarray]:
-        return self.now.engine.read(metrics)
+    def _read(self, metrics: Array) -> list[tuple[StepMetrics[float], np.ndarray]]:
+        return self.now.engine.read_all(metrics)
 
     def _on_result(self, result: StepResult) -> None:
         if not result.metrics.is_finite:

@@ -6,7 +6,7 @@ one in flight.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -36,7 +36,7 @@ class Ticket:
     num_batches_taken: int  # wishes for a batch that the loop had taken when it dispatched this
     before: Cursor
     after: Cursor
-    metrics: Array
+    metrics: Array  # of this step, or `[steps, numbers]` of all that were dispatched with it
     # Ready when the micro-batches are done, and when the sums are exchanged. If the loop has waited for them,
     # the clock's readings then.
     accumulated: Array | float | None = None
@@ -57,12 +57,13 @@ class StepResult:
 class Watcher:
     """A thread that waits for dispatched steps (tickets), in order, and reads their metrics.
 
-    `read` fetches the metrics of a step, and `on_result` is called with each result, both on the thread.
+    `read` fetches the metrics of the steps that were dispatched together, and `on_result` is called with each
+    result, both on the thread.
     """
 
     def __init__(
         self,
-        read: Callable[[Array], tuple[StepMetrics[float], np.ndarray]],
+        read: Callable[[Array], Sequence[tuple[StepMetrics[float], np.ndarray]]],
         on_result: Callable[[StepResult], None],
         clock: Clock,
     ):
@@ -78,9 +79,9 @@ class Watcher:
         self.newest: int | None = None  # the last step that is known to be done
         self._worker = QueueWorker("watcher", self._publish, on_error=self._fail)
 
-    def submit(self, ticket: Ticket) -> None:
-        """Have the thread wait for this step, after earlier ones. Returns at once."""
-        self._worker.put(ticket)
+    def submit(self, *tickets: Ticket) -> None:
+        """Have the thread wait for these steps, dispatched together, after earlier ones. Returns at once."""
+        self._worker.put(tickets)
 
     def result(self, step: int, *, keep: bool = False) -> StepResult:
         """Wait for the result of `step`, and return it once, or more often with `keep`.
@@ -103,16 +104,18 @@ class Watcher:
             self.error = self.error or error
             self._done.notify_all()
 
-    def _publish(self, ticket: Ticket) -> None:
-        result = self._watch(ticket, self._ready_s)
-        self._ready_s = result.ready_s
-        self._on_result(result)
+    def _publish(self, tickets: Sequence[Ticket]) -> None:
+        results = self._watch(tickets, self._ready_s)
+        self._ready_s = results[-1].ready_s
+        for result in results:
+            self._on_result(result)
         with self._done:
-            self._results[ticket.step] = result
-            self.newest = ticket.step
+            self._results |= {result.ticket.step: result for result in results}
+            self.newest = tickets[-1].step
             self._done.notify_all()
 
-    def _watch(self, ticket: Ticket, previous_s: float | None) -> StepResult:
+    def _watch(self, tickets: Sequence[Ticket], previous_s: float | None) -> list[StepResult]:
+        ticket = tickets[0]
         marks: list[float] = []
         for mark in (ticket.accumulated, ticket.reduced):
             if isinstance(mark, float):
@@ -120,7 +123,7 @@ class Watcher:
             elif mark is not None:
                 jax.block_until_ready(mark)
                 marks.append(self._clock.now())
-        metrics, control = self._read(ticket.metrics)
+        read = self._read(ticket.metrics)
         ready_s = self._clock.now()
         step_s = interval(previous_s, ticket.began_s, ready_s)
         if len(marks) == 2:
@@ -134,7 +137,8 @@ class Watcher:
                 update_s=ready_s - marks[1],
             )
         else:
-            parts = Parts(step_s=step_s)
-        return StepResult(
-            ticket=ticket, metrics=metrics, control=control, parts=parts, ready_s=ready_s
-        )
+            parts = Parts(step_s=step_s / len(tickets))
+        return [
+            StepResult(ticket=one, metrics=metrics, control=control, parts=parts, ready_s=ready_s)
+            for one, (metrics, control) in zip(tickets, read, strict=True)
+        ]

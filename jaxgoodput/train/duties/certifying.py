@@ -29,9 +29,12 @@ class Certifier:
     """Whether a check between saves found lost values."""
     _glances: deque[tuple[Any, ...]] = field(default_factory=deque, init=False)
 
-    def stepped(self) -> None:
-        """Start a check of large leaves if it is due, and look at the results of earlier ones."""
-        if self.start.now.step % GLANCE_EVERY == 0:
+    def stepped(self, count: int = 1) -> None:
+        """Start a check of large leaves if it is due, and look at the results of earlier ones.
+
+        `count` steps were dispatched since it was called last.
+        """
+        if self.start.now.step % GLANCE_EVERY < count:
             self.look()
         while self._glances and all(flag.is_ready() for flag in self._glances[0]):
             if any(jax.device_get(self._glances.popleft())):

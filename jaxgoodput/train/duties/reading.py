@@ -15,6 +15,7 @@ from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.events import ReadsRetried
 from jaxgoodput.train.analyst import Analyst
 from jaxgoodput.train.config import Config
+from jaxgoodput.train.duties.blocks import Blocks
 from jaxgoodput.train.prepare import PreparedRun
 
 SHORT_WAIT_S = 1e-4  # is not booked
@@ -34,14 +35,16 @@ class BatchReader:
 
     def __post_init__(self):
         self._last_batch = LastBatch(self.start, self.config, self.ledger)
+        self._blocks = Blocks(self.start, self.config, self.analyst)
 
-    def next(self, *, meanwhile: Callable[[], None]) -> StepBatch | None:
+    def next(self, num_free: int, *, meanwhile: Callable[[], None]) -> StepBatch | None:
         """Return the next batch, whose programs are compiled; None at the end of the data.
 
+        If the next `num_free` steps need no attention, it may be a block of them (`StepBatch.count`).
         `meanwhile` is called now and then while it waits, and may raise.
         """
         start = self.start
-        batch = start.run.next_batch(start.now, meanwhile)
+        batch = self._blocks.next(num_free, meanwhile)
         if batch is None:
             return None
         if math.isfinite(feeding_s := start.feed.feeding_s):
@@ -114,7 +117,7 @@ class LastBatch:
         All processes call this together.
         """
         # Parts are padded to the size of others.
-        if batch.parts is not None or batch.num_samples == batch.config.global_batch_size:
+        if batch.parts is not None or batch.is_whole:
             return
         now = self.start.now
         with now.paused(), self.ledger.bucket("compilation"), jax.transfer_guard("allow"):

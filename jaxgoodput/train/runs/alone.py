@@ -36,6 +36,11 @@ class Alone:
     first_copy_s: float = math.inf
     """Seconds until the first copy of the state to another host; infinite if none is needed."""
 
+    @property
+    def runs_blocks(self) -> bool:
+        """Whether several steps may be dispatched as one."""
+        return self.feed.reads_blocks
+
     def next_batch(self, now: RunState, meanwhile: Callable[[], None]) -> StepBatch | None:
         """Return the next batch, or None at the end of the data.
 
@@ -44,7 +49,13 @@ class Alone:
         return self.feed.next(now.batch, meanwhile)
 
     def dispatch(self, now: RunState, batch: StepBatch, *, measured: bool) -> Dispatched:
-        """Start one step; `measured` has it measure the gradient noise. Donates `now.state`."""
+        """Start a step, or a block of them; `measured` has it measure the gradient noise.
+
+        Donates `now.state`.
+        """
+        if batch.count > 1:
+            (wide,) = batch.micro_batches
+            return Dispatched(*now.engine.steps(now.state, wide.data, wide.mask, count=batch.count))
         engine, work, control = now.engine, None, self.decisions.sent(batch.config)
         *some, last = batch.micro_batches
         for micro in some:

@@ -47,6 +47,7 @@ class Elastic:
     membership: Membership
     clock: Clock
     leases: bool
+    runs_blocks: bool = False
     own_part: OwnPart | None = None
     """This process's part of the step that was dispatched last."""
 

@@ -25,6 +25,9 @@ from jaxgoodput.train.tables.feed import Feed
 class Spanning(Alone):
     """A run of processes whose layouts span the devices of all: they run every program together."""
 
+    # Requests take effect at the same step in all of them.
+    runs_blocks = False
+
 
 @dataclass
 class Processes:
@@ -39,6 +42,7 @@ class Processes:
     agreement: Agreement
     leases: bool
     first_copy_s: float = math.inf
+    runs_blocks: bool = False
 
     def next_batch(self, now: RunState, meanwhile: Callable[[], None]) -> StepBatch | None:
         """Return the next batch, in parts if they are leased; None at the end of the data."""

@@ -50,6 +50,8 @@ class PlainFeed:
     """The bucket of the time ledger that waiting for a batch goes to."""
     feeding_s: float = math.nan
     """Seconds that bringing the rows of a batch takes, beside the steps; NaN if unknown."""
+    reads_blocks: bool = True
+    """Whether the loader's batches need nothing more, so that several may be read as one."""
     is_settled: bool = True
     """Whether a checkpoint may be written at any moment, from any thread."""
     slots: Mapping[str, Array] = field(default_factory=dict)
@@ -92,6 +94,7 @@ class TableFeed:
     """
 
     wait_bucket = "embedding"
+    reads_blocks = False
     is_settled = False  # rows are on their way between batches that the loop alone knows
 
     def __init__(

@@ -1,0 +1,94 @@
+"""`Blocks`: has several steps dispatched at once while a step takes less than dispatching it.
+
+A block is read, put on the device, dispatched and waited for as one. Its steps are those of single
+dispatches, to the bit, and each has its own result. A step that measures the noise, or at which something is
+due, is dispatched alone.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from jaxgoodput._jax import looks_for
+from jaxgoodput.data.loader import StepBatch
+from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.train.analyst import Analyst
+from jaxgoodput.train.config import Config
+from jaxgoodput.train.prepare import PreparedRun
+
+COUNT = 8  # steps of a block
+SHORT_S = 3e-3  # a step that takes longer hides its dispatch
+SAVED_S = 4e-4  # by a step in a block, about
+LOOK_EVERY = 64  # steps
+
+
+@dataclass
+class Blocks:
+    """Gets the next batch, or the next block of batches."""
+
+    start: PreparedRun
+    config: Config
+    analyst: Analyst
+    _asked: set[BatchConfig] = field(default_factory=set)
+    _single: deque[StepBatch] = field(default_factory=deque)
+    """Batches of a block that are handed out one by one."""
+
+    def next(self, num_free: int, meanwhile: Callable[[], None]) -> StepBatch | None:
+        """Return the next batch or, if the next `num_free` steps need no attention, a block; None at the end.
+
+        `meanwhile` is called now and then while it waits, and may raise.
+        """
+        now, loader = self.start.now, self.start.loader
+        if self._single and self._single[0].config != now.batch:
+            loader.go_back(self._single[0].before, sum(x.num_samples for x in self._single))
+            self._single.clear()
+        if self._single:
+            return self._single.popleft()
+        if not self._is_ready():
+            return self.start.run.next_batch(now, meanwhile)
+        block = loader.next_block(now.batch, COUNT, meanwhile=meanwhile)
+        if num_free >= COUNT:
+            return block
+        self._single.extend(loader.apart(block))
+        return self._single.popleft()
+
+    def _is_ready(self) -> bool:
+        """Whether the next batches may be read as a block; has its program compiled if that will pay."""
+        now, batch = self.start.now, self.start.now.batch
+        if not self._are_possible(batch):
+            return False
+        program = partial(now.engine.programs.steps, now.engine.shape(batch.micro_batch_size))
+        if now.engine.compiled.peek(program, count=COUNT) is not None:
+            return self._left() >= COUNT
+        if batch not in self._asked and now.step % LOOK_EVERY == 0 and self._pay(batch):
+            self._asked.add(batch)
+            self.start.strategies.compiler(batch.strategy).compile_soon(
+                [partial(program, count=COUNT)]
+            )
+        return False
+
+    def _are_possible(self, batch: BatchConfig) -> bool:
+        start = self.start
+        return (
+            start.run.runs_blocks
+            and start.loader.can_read_blocks
+            and batch.num_replicas == batch.num_micro_batches == 1
+            and not looks_for()  # JAX looks at the results of single steps
+        )
+
+    def _pay(self, batch: BatchConfig) -> bool:
+        """Whether a program of blocks would save more time than compiling it takes."""
+        step_s = self.analyst.step_s(batch)
+        return step_s < SHORT_S and self._left() * SAVED_S > self.start.compile_s
+
+    def _left(self) -> float:
+        """Return how many steps at this batch the data and the settings leave, at most."""
+        start, now, base_steps = self.start, self.start.now, self.config.base_steps
+        left, size = math.inf, now.batch.global_batch_size
+        if start.total_samples is not None:
+            left = float((start.total_samples - now.samples) // size)
+        if base_steps is not None:
+            left = min(left, base_steps - now.progress)
+        return left

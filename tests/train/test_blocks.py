@@ -1,0 +1,149 @@
+"""Steps that are dispatched at once are the steps that they would be one by one, in all that anyone sees."""
+
+import jax
+import numpy as np
+import pytest
+from problems import Counting, Evaluated, Mean, Recorder, config, counting_config, rows
+
+from jaxgoodput.engine.engine import Engine
+from jaxgoodput.goodput.search import BatchLimits
+from jaxgoodput.observe.events import Checkpoint, EvalEnd, StepEnd
+from jaxgoodput.train.compile_sizes import SizeCompiler
+from jaxgoodput.train.control import Preempted
+from jaxgoodput.train.duties import blocks
+from jaxgoodput.train.runs.alone import Alone
+
+ONE = {"devices": jax.devices()[:1]}
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """Blocks of four steps as soon as they may be; lists the number of steps of each block dispatched."""
+    found = []
+    steps = Engine.steps
+
+    def compile_now(self, programs):
+        with jax.transfer_guard("allow"):
+            for program in programs:
+                self._engine.compile_program(program)
+
+    def counted(self, *args, count):
+        found.append(count)
+        return steps(self, *args, count=count)
+
+    monkeypatch.setattr(blocks, "COUNT", 4)
+    monkeypatch.setattr(blocks, "LOOK_EVERY", 1)
+    monkeypatch.setattr(blocks.Blocks, "_pay", lambda self, batch: True)
+    monkeypatch.setattr(SizeCompiler, "compile_soon", compile_now)
+    monkeypatch.setattr(Engine, "steps", counted)
+    return found
+
+
+def seen(make, kind=Evaluated, **options):
+    """What a run tells of each step, its evaluations and checkpoints, and its last parameters."""
+    recorder = Recorder()
+    state = kind(make(), hooks=[recorder], **ONE, **options).fit()
+    steps = [
+        (
+            e.step,
+            e.progress,
+            e.samples,
+            e.num_samples,
+            e.before,
+            e.after,
+            e.finite,
+            sorted(e.metrics.items()),
+        )
+        for e in recorder.events
+        if isinstance(e, StepEnd)
+    ]
+    others = [(type(e), e.step) for e in recorder.events if isinstance(e, EvalEnd | Checkpoint)]
+    return steps, others, jax.device_get(state.params)
+
+
+def compare(folders, sizes, make, **options):
+    """A run with blocks tells the same as one without."""
+    found = seen(lambda: make(next(folders)), **options)
+    num_blocks = len(sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Alone, "runs_blocks", False)
+        expected = seen(lambda: make(next(folders)), **options)
+    assert len(sizes) == num_blocks
+    np.testing.assert_equal(found, expected)
+    return num_blocks
+
+
+@pytest.fixture
+def folders(tmp_path):
+    return (tmp_path / str(i) for i in range(1000))
+
+
+@pytest.mark.parametrize(
+    "measure, evaluate, save, num_samples, base_steps",
+    [
+        (50, None, None, 96, None),
+        (6, 15.0, None, 96, None),
+        (50, 11.0, 7.0, 100, None),
+        (6, None, 7.0, 100, 21.0),
+        (50, 1.0, None, 96, None),
+        (3, None, None, 96, None),
+        (50, 5.0, None, 17, 5.0),
+    ],
+)
+def test_a_run_with_blocks_is_one_without(
+    folders, sizes, measure, evaluate, save, num_samples, base_steps
+):
+    length = {"epochs": 6} if base_steps is None else {"base_steps": base_steps}
+
+    def make(folder):
+        return config(
+            folder,
+            **length,
+            statistics__every_steps=measure,
+            evaluation__every_base_steps=evaluate,
+            saving__every_base_steps=save,
+        )
+
+    num_blocks = compare(folders, sizes, make, data=rows(num_samples))
+    assert bool(num_blocks) == (measure > 4 and evaluate != 1.0 and num_samples > 17)
+
+
+def test_a_refused_update_is_refused_alone(folders, sizes):
+    data = rows(96 * 4)
+    data["x"][[70, 71, 200]] = np.nan
+
+    def make(folder):
+        return config(folder, epochs=2, statistics__every_steps=50)
+
+    assert compare(folders, sizes, make, kind=Mean, data=data) > 5
+
+
+def test_after_a_stop_each_sample_is_applied_once(tmp_path, sizes):
+    """Wherever it comes, in a block or between two."""
+    for stop_at in (6, 9, 12, 15):
+        settings = counting_config(tmp_path / str(stop_at), epochs=5, statistics__every_steps=50)
+
+        hook = Recorder()
+        trainer = Counting(settings, hooks=[hook], **ONE)
+        hook._then = lambda e, at=stop_at, t=trainer: t.request_stop() if e.step == at else None
+        with pytest.raises(Preempted):
+            trainer.fit()
+        state = Counting(settings, **ONE).fit()
+        np.testing.assert_array_equal(state.params["count"], 5)
+    assert sizes
+
+
+def test_the_batch_may_change_in_the_middle_of_a_block(tmp_path, sizes):
+    """Samples of a block that was read and not used are read again."""
+    settings = counting_config(
+        tmp_path,
+        epochs=10,
+        statistics__every_steps=6,
+        policy={0: 16, 0.5: 32, 0.8: 16},
+        batch=BatchLimits(base=16, max=32),
+    )
+    recorder = Recorder()
+    state = Counting(settings, hooks=[recorder], **ONE).fit()
+    np.testing.assert_array_equal(state.params["count"], 10)
+    used = {e.num_samples for e in recorder.events if isinstance(e, StepEnd)}
+    assert used == {16, 32} and len(sizes) > 3
