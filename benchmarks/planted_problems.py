@@ -222,7 +222,8 @@ class PlantedLoop(Loop):
     def _read(self, metrics):
         found = super()._read(metrics)
         task: Any = self.task
-        self.clock.sleep(task.planted.step_s(int(found[0].num_samples)))
+        for metrics, _ in found:
+            self.clock.sleep(task.planted.step_s(int(metrics.num_samples)))
         return found
 
     def _on_result(self, result):

@@ -1,5 +1,7 @@
 """Steps that are dispatched at once are the steps that they would be one by one, in all that anyone sees."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from jaxgoodput.train.control import Preempted
 from jaxgoodput.train.duties import blocks
 from jaxgoodput.train.runs.alone import Alone
 
-ONE = {"devices": jax.devices()[:1]}
+ONE: dict[str, Any] = {"devices": jax.devices()[:1]}
 
 
 @pytest.fixture
@@ -66,7 +68,7 @@ def compare(folders, sizes, make, **options):
     found = seen(lambda: make(next(folders)), **options)
     num_blocks = len(sizes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Alone, "runs_blocks", False)
+        patch.setattr(Alone, "runs_blocks", property(lambda self: False))
         expected = seen(lambda: make(next(folders)), **options)
     assert len(sizes) == num_blocks
     np.testing.assert_equal(found, expected)

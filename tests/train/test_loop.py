@@ -34,9 +34,10 @@ class Submitting(Loop):
         super().__init__(*arguments, **named)
         submit = self.watcher.submit
 
-        def look_and_submit(ticket):
-            self.look(ticket)
-            submit(ticket)
+        def look_and_submit(*tickets):
+            for ticket in tickets:
+                self.look(ticket)
+            submit(*tickets)
 
         self.watcher.submit = look_and_submit
 

@@ -25,8 +25,10 @@ from jaxgoodput.train.tables.feed import Feed
 class Spanning(Alone):
     """A run of processes whose layouts span the devices of all: they run every program together."""
 
-    # Requests take effect at the same step in all of them.
-    runs_blocks = False
+    @property
+    def runs_blocks(self) -> bool:
+        """No: requests take effect at the same step in all processes."""
+        return False
 
 
 @dataclass
