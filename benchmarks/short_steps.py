@@ -93,13 +93,15 @@ def by_fit(num_leaves: int) -> tuple[float, float, float]:
 def by_hand(num_leaves: int) -> tuple[float, float, float]:
     """The same of a loop by hand."""
     kind = type("Leaves", (Leaves,), {"num_leaves": num_leaves})
-    made = kind(Config(workdir="/tmp", batch=BatchLimits(base=BATCH), base_steps=1))
-    tx, params, data = made.optimizer(), made.init(None), made.dataset()["x"]
+    limits = BatchLimits(base=BATCH, max=BATCH)
+    made = kind(Config(workdir="/tmp", batch=limits, base_steps=1))
+    key = jax.random.key(0)
+    tx, params, data = made.optimizer(), made.init(key), made.dataset()["x"]
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, opt_state, batch):
         def mean(params):
-            return jnp.mean(made.loss(params, batch, None))
+            return jnp.mean(made.loss(params, batch, key))
 
         loss, grads = jax.value_and_grad(mean)(params)
         updates, opt_state = tx.update(grads, opt_state, params)
