@@ -17,10 +17,7 @@ def check(scenario: Scenario, settings: Settings, name: str, entry: PolicyEntry)
         raise ValueError(
             f"--workload: {scenario.name} has no jobs; there is nothing to simulate. Name another one."
         )
-    sizes: dict[str, int] = {}  # usable devices by kind
-    for node in scenario.cluster.nodes:
-        if node.state == "up":
-            sizes[node.kind] = sizes.get(node.kind, 0) + node.num_usable
+    sizes = _sizes(scenario.cluster)
     if not any(sizes.values()):
         raise ValueError(
             "--cluster: no node has a usable device; nothing could run. Give another cluster."
@@ -33,6 +30,20 @@ def check(scenario: Scenario, settings: Settings, name: str, entry: PolicyEntry)
         scenario.truth.job(trace, settings, index).spec for index, trace in enumerate(scenario.jobs)
     ]
     _check_sizes(scenario, specs, sizes, name)
+
+
+def knows(scenario: Scenario, entry: PolicyEntry) -> bool:
+    """Return whether a policy knows everything that the cluster and the jobs have, such as tenants."""
+    return not _unknown(scenario, _sizes(scenario.cluster), entry)
+
+
+def _sizes(cluster: ClusterSpec) -> dict[str, int]:
+    """Return the usable devices by kind."""
+    sizes: dict[str, int] = {}
+    for node in cluster.nodes:
+        if node.state == "up":
+            sizes[node.kind] = sizes.get(node.kind, 0) + node.num_usable
+    return sizes
 
 
 def _check_guarantees(cluster: ClusterSpec, num_devices: int) -> None:
@@ -49,6 +60,12 @@ def _check_policy(
     scenario: Scenario, sizes: Mapping[str, int], name: str, entry: PolicyEntry
 ) -> None:
     """Refuse policies that do not know a property of the cluster or of the jobs."""
+    if unknown := _unknown(scenario, sizes, entry):
+        raise ValueError(f"--policy {name}: {unknown}")
+
+
+def _unknown(scenario: Scenario, sizes: Mapping[str, int], entry: PolicyEntry) -> str:
+    """Return what a policy does not know, and what to do about it; "" if it knows all there is."""
     cluster, unknown = scenario.cluster, ""
     if entry.one_kind and len(sizes) > 1:
         unknown = (
@@ -70,8 +87,7 @@ def _check_policy(
                 f"runs jobs of one device only, but {len(wide)} of {len(scenario.jobs)} jobs request more, "
                 f"such as {wide[0].id!r}. Leave it out."
             )
-    if unknown:
-        raise ValueError(f"--policy {name}: {unknown}")
+    return unknown
 
 
 def _check_settings(scenario: Scenario, settings: Settings) -> None:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from jaxgoodput._commands import DONE, Commands, OneOf, folder, number, switch, text, wrong
 
 _OPTIONS = (
-    text("--policy", "A,B,...", "names of policies, see --list (default: goodput,sia,pollux,tiresias; "
-         "goodput with --explain and --what-if)"),
+    text("--policy", "A,B,...", "names of policies, see --list (default: of goodput,sia,pollux,tiresias "
+         "those that know the kinds and tenants of the cluster; goodput with --explain and "
+         "--what-if)"),
     text("--workload", "W", "synthetic[:JOBS], a workload file, or a folder that holds one, as published "
          "with Pollux, Sia or Gavel; the tables of measurements are searched for in the folders above",
          "synthetic:160"),
@@ -86,8 +87,8 @@ def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> i
         print("\n".join(f"{name:{width}}  {named.says}" for name, named in known.items()))
         return DONE
     try:
-        policies = {name: known[name] for name in _policies(options, known)}
         scenario, settings = _setting(options)
+        policies = {name: known[name] for name in _policies(options, known, scenario)}
         if options.explain or options.what_if:
             _answer(options, scenario, settings, policies)
         else:
@@ -97,11 +98,15 @@ def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> i
     return DONE
 
 
-def _policies(options, known) -> list[str]:
+def _policies(options, known, scenario) -> list[str]:
     """Return the names in --policy, or the default ones. Raises ValueError for a name that is unknown."""
-    is_question = options.explain or options.what_if
-    default = "goodput" if is_question else "goodput,sia,pollux,tiresias"
-    names = [name.strip() for name in (options.policy or default).split(",")]
+    from jaxgoodput.cluster.simulate.checks import knows
+
+    if not options.policy:
+        is_question = options.explain or options.what_if
+        default = ["goodput"] if is_question else ["goodput", "sia", "pollux", "tiresias"]
+        return [name for name in default if knows(scenario, known[name])]
+    names = [name.strip() for name in options.policy.split(",")]
     for name in names:
         if name not in known:
             raise ValueError(

@@ -209,3 +209,32 @@ def test_bad_tenants_are_named(capsys, arguments, says):
     code = cli.main(["simulate", "--policy", "goodput", *SMALL, *arguments])
     found = capsys.readouterr()
     assert code == 2 and says in found.err and not found.out
+
+
+@pytest.mark.parametrize(
+    "asked, names",
+    [
+        ([], {"goodput", "sia", "pollux", "tiresias"}),
+        (["--tenants", "a:weight=2,b"], {"goodput", "sia", "pollux"}),
+        (["--cluster", "t4:1x2,rtx:1x2"], {"goodput", "sia", "pollux"}),
+    ],
+)
+def test_by_default_the_policies_that_know_the_cluster_are_compared(capsys, asked, names):
+    assert (
+        cli.main(
+            [
+                "simulate",
+                "--workload",
+                "synthetic:3",
+                "--hours",
+                "0.2",
+                "--cluster",
+                "t4:1x4",
+                *asked,
+            ]
+        )
+        == 0
+    )
+    table = capsys.readouterr().out
+    known = {"goodput", "sia", "pollux", "tiresias"}
+    assert {name for name in known if f"\n{name} " in f"\n{table}"} == names
