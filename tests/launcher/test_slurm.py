@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import signal
+import sys
 import time
 
 import compilations
@@ -39,6 +40,8 @@ class Submitted:
                 "JAX_PLATFORMS": "cpu",
                 "ENDPOINT": "127.0.0.1:0",
                 "PYTHONPATH": str(RECIPE.parents[1]),
+                # This interpreter's commands, whether or not its environment is activated.
+                "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
                 **compilations.JOBS,
             },
         )
