@@ -148,4 +148,4 @@ def test_goes_on_without_a_worker_and_without_a_node(slurm, tmp_path):
     assert job.state == "RUNNING" and slurm.job(job.number)["Restarts"] == "0"
     job.finish()
     assert job.worker("n0") == first, "who stays has its process still"
-    assert len(job.lines("began")) == 4 and "n2 has gone" in job.log.read_text()
+    assert len(job.lines("began")) == 4 and "n2 has left: " in job.log.read_text()
