@@ -2,7 +2,8 @@
 
 A block is read, put on the device, dispatched and waited for as one. Its steps are those of single
 dispatches, to the bit, and each has its own result. A step that measures the noise, or at which something is
-due, is dispatched alone.
+due, is dispatched alone. So is every step while batch sizes are compared (`policy="goodput"`): a size that is
+being tried has no block yet, and would seem slower than it is.
 """
 
 import math
@@ -72,7 +73,8 @@ class Blocks:
     def _are_possible(self, batch: BatchConfig) -> bool:
         start = self.start
         return (
-            start.run.runs_blocks
+            self.config.policy != "goodput"
+            and start.run.runs_blocks
             and start.loader.can_read_blocks
             and batch.num_replicas == batch.num_micro_batches == 1
             and not looks_for()  # JAX looks at the results of single steps
