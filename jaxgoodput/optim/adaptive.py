@@ -165,7 +165,7 @@ class AdaptiveState(NamedTuple):
 
 
 @struct
-class Decision:
+class UpdateDecision:
     """What an update is going to do, apart from the leaves: a few numbers."""
 
     own: PackedTree[Adaptation]
@@ -186,13 +186,16 @@ class AdaptiveOptimizer(optax.GradientTransformationExtraArgs):
     The decision does not depend on the values of gradients. Made outside of a branch, it is made once.
     """
 
-    decide: Callable[..., Decision]
+    decide: Callable[..., UpdateDecision]
     """Function from gradients or their shapes, the state and the keyword arguments of `update` that concern
-    the batch, to a `Decision`."""
+    the batch, to a `UpdateDecision`."""
 
     @classmethod
     def of(
-        cls, init: Callable[..., Any], update: Callable[..., Any], decide: Callable[..., Decision]
+        cls,
+        init: Callable[..., Any],
+        update: Callable[..., Any],
+        decide: Callable[..., UpdateDecision],
     ) -> "AdaptiveOptimizer":
         """Make one of its functions."""
         made = cls(init, update)
@@ -334,7 +337,7 @@ class _Adaptive:
         noise: NoiseSample | None = None,
         biased: Any = False,
         finite: Any = None,
-        decided: Decision | None = None,
+        decided: UpdateDecision | None = None,
         **extra: Any,
     ) -> tuple[PyTree, AdaptiveState]:
         """Return the updates for averaged gradients, and the new state.
@@ -379,7 +382,7 @@ class _Adaptive:
         global_batch_size: Any,
         noise: NoiseSample | None = None,
         biased: Any = False,
-    ) -> Decision:
+    ) -> UpdateDecision:
         """Return what the update for such gradients does, apart from the leaves: see `update`."""
         own = state.own.tree
         scale = self._scale(own, global_batch_size)
@@ -402,7 +405,7 @@ class _Adaptive:
             base_batches=base_batches,
             base_batches_rest=base_batches_rest,
         )
-        return Decision(
+        return UpdateDecision(
             own=state.own.replaced(own, changed),
             factors=factors,
             count=_whole(*clocks[self.schedules]),
