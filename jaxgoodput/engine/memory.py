@@ -76,7 +76,9 @@ def shortage_in(error: BaseException | None) -> str | None:
         text = str(error).partition("\n")[0]
         if isinstance(error, MemoryError):
             return text or "the host has no memory left"
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in text:
+        # XLA:CPU reports it as an internal error if a computation cannot be dispatched for want of memory.
+        is_said = "RESOURCE_EXHAUSTED" in text or "Out of memory" in text
+        if isinstance(error, jax.errors.JaxRuntimeError) and is_said:
             return text
         error = error.__cause__
     return None
