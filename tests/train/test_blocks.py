@@ -1,5 +1,6 @@
 """Steps that are dispatched at once are the steps that they would be one by one, in all that anyone sees."""
 
+import time
 from typing import Any
 
 import jax
@@ -149,3 +150,20 @@ def test_the_batch_may_change_in_the_middle_of_a_block(tmp_path, sizes):
     np.testing.assert_array_equal(state.params["count"], 10)
     used = {e.num_samples for e in recorder.events if isinstance(e, StepEnd)}
     assert used == {16, 32} and len(sizes) > 3
+
+
+def test_blocks_that_take_longer_than_single_steps_are_given_up(tmp_path, sizes, monkeypatch):
+    """As a loop of convolutions may on a CPU."""
+    steps = Engine.steps
+
+    def slow(self, *args, count):
+        time.sleep(0.2)
+        return steps(self, *args, count=count)
+
+    monkeypatch.setattr(Engine, "steps", slow)
+    is_timed = lambda self, batch: self.analyst.step_s(batch) > 0  # noqa: E731
+    monkeypatch.setattr(blocks.Blocks, "_pay", is_timed)
+    settings = counting_config(tmp_path, epochs=100, statistics__every_steps=1000)
+    state = Counting(settings, **ONE).fit()
+    np.testing.assert_array_equal(state.params["count"], 100)
+    assert 0 < len(sizes) < 60  # of 150

@@ -1,13 +1,14 @@
 """`Blocks`: has several steps dispatched at once while a step takes less than dispatching it.
 
-A block is read, put on the device, dispatched and waited for as one. Its steps are those of single
-dispatches, to the bit, and each has its own result. A step that measures the noise, or at which something is
-due, is dispatched alone. So is every step while batch sizes are compared (`policy="goodput"`): a size that is
-being tried has no block yet, and would seem slower than it is.
+A block is read, put on the device, dispatched and waited for as one; each of its steps has its own result. A
+step that measures the noise, or at which something is due, is dispatched alone. So is every step while batch
+sizes are compared (`policy="goodput"`): a size that is being tried has no block yet, and would seem slower
+than it is. If the steps of blocks turn out to take longer than steps alone, as convolutions in a loop may on
+a CPU, no more blocks are dispatched.
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +19,7 @@ from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.train.analyst import Analyst
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.prepare import PreparedRun
+from jaxgoodput.tune.timings import KEEP
 
 COUNT = 8  # steps of a block
 SHORT_S = 3e-3  # a step that takes longer hides its dispatch
@@ -33,6 +35,12 @@ class Blocks:
     config: Config
     analyst: Analyst
     _asked: set[BatchConfig] = field(default_factory=set)
+    _alone_s: dict[BatchConfig, float] = field(default_factory=dict)
+    """Seconds of a step before the first block of a batch."""
+    _num_blocks: Counter[BatchConfig] = field(default_factory=Counter)
+    """Blocks so far."""
+    _slower: set[BatchConfig] = field(default_factory=set)
+    """Batches whose steps take longer in blocks."""
     _single: deque[StepBatch] = field(default_factory=deque)
     """Batches of a block that are handed out one by one."""
 
@@ -51,6 +59,7 @@ class Blocks:
             return self.start.run.next_batch(now, meanwhile)
         block = loader.next_block(now.batch, COUNT, meanwhile=meanwhile)
         if num_free >= COUNT:
+            self._num_blocks[now.batch] += 1
             return block
         self._single.extend(loader.apart(block))
         return self._single.popleft()
@@ -61,9 +70,16 @@ class Blocks:
         if not self._are_possible(batch):
             return False
         program = partial(now.engine.programs.steps, now.engine.shape(batch.micro_batch_size))
+        is_time = now.step % LOOK_EVERY < COUNT  # blocks may step over a multiple
         if now.engine.compiled.peek(program, count=COUNT) is not None:
-            return self._left() >= COUNT
-        if batch not in self._asked and now.step % LOOK_EVERY == 0 and self._pay(batch):
+            if not self._num_blocks[batch]:
+                self._alone_s[batch] = self.analyst.step_s(batch)
+            # The median is of the latest steps: by then mostly of blocks.
+            is_known = self._num_blocks[batch] * COUNT >= KEEP
+            if is_time and is_known and self.analyst.step_s(batch) > self._alone_s[batch]:
+                self._slower.add(batch)
+            return batch not in self._slower and self._left() >= COUNT
+        if batch not in self._asked and is_time and self._pay(batch):
             self._asked.add(batch)
             self.start.strategies.compiler(batch.strategy).compile_soon(
                 [partial(program, count=COUNT)]
