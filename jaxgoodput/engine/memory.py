@@ -1,7 +1,9 @@
 """Memory that a compiled program needs, by XLA's own analysis, and memory that a device has."""
 
+import errno
 import os
 import pathlib
+import re
 import resource
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +17,11 @@ from jaxgoodput.parallel.move import MoveDoesNotFit
 
 # What Linux keeps a container's limit in, by versions of control groups.
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+# What XLA's allocators, the host's, the drivers of GPUs and their libraries, and Python say.
+_SHORTAGE = re.compile(
+    r"RESOURCE_EXHAUSTED|out[ _]of[ _]memory|bad_alloc|ALLOC_FAILED|^MemoryError", re.IGNORECASE
+)
 
 
 class OutOfMemory(MemoryError):
@@ -73,15 +80,25 @@ def shortage_in(error: BaseException | None) -> str | None:
     while error is not None:
         if isinstance(error, OutOfMemory | MoveDoesNotFit):
             return None  # it is explained already
-        text = str(error).partition("\n")[0]
-        if isinstance(error, MemoryError):
-            return text or "the host has no memory left"
-        # XLA:CPU reports it as an internal error if a computation cannot be dispatched for want of memory.
-        is_said = "RESOURCE_EXHAUSTED" in text or "Out of memory" in text
-        if isinstance(error, jax.errors.JaxRuntimeError) and is_said:
-            return text
+        if (said := _shortage_of(error)) is not None:
+            return said
         error = error.__cause__
     return None
+
+
+def _shortage_of(error: BaseException) -> str | None:
+    lines = str(error).splitlines() or [""]
+    if isinstance(error, MemoryError):
+        return lines[0] or "the host has no memory left"
+    if isinstance(error, OSError):
+        return lines[0] if error.errno == errno.ENOMEM else None
+    # XLA reports a shortage under other codes, too: INTERNAL while it dispatches, UNKNOWN if a library of its
+    # own has none left, and INTERNAL, with a traceback that ends in MemoryError, if a callback has none.
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return next((line for line in (lines[0], lines[-1]) if _SHORTAGE.search(line)), None)
+    # Copying an array raises XLA's report as a ValueError. A full disk is a ValueError of the same code.
+    is_xla = lines[0].startswith("RESOURCE_EXHAUSTED: Out of memory")
+    return lines[0] if isinstance(error, ValueError) and is_xla else None
 
 
 def least(budget: int) -> int:

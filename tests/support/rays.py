@@ -15,7 +15,9 @@ from collections.abc import Iterator, Mapping
 
 import processes
 
-NUM_CPUS = 2  # of a node
+NUM_CPUS = 2  # of a node with devices
+# Ray gives its workers, and so the jobs under them, the priority 15: beside any other process they starve.
+SETTINGS = {"RAY_worker_niceness": "0"}
 
 
 def available() -> str | None:
@@ -26,7 +28,7 @@ def available() -> str | None:
 
 
 class Cluster:
-    """Nodes that come and go; n0 is the head."""
+    """Nodes n1, n2, ... that come and go, and the head of Ray, which has no devices and stays."""
 
     def __init__(self, child: "subprocess.Popen[str]"):
         self._child = child
@@ -55,10 +57,11 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(num_nodes: int, environ: Mapping[str, str]) -> Iterator[Cluster]:
-    """A cluster, and its end. `environ`: of all that its nodes start."""
+    """A cluster of so many nodes with devices, and its end. `environ`: variables of all that they start."""
+    paths = [str(pathlib.Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     child = subprocess.Popen(
         [sys.executable, __file__, str(num_nodes)],
-        env={**os.environ, **environ, "PYTHONPATH": str(pathlib.Path(__file__).parent)},
+        env={**os.environ, **SETTINGS, **environ, "PYTHONPATH": os.pathsep.join(paths)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -76,7 +79,8 @@ def _main(num_nodes: int) -> None:
     from ray.cluster_utils import Cluster as Raylets  # pyright: ignore[reportMissingImports]
 
     raylets, nodes = Raylets(), {}
-    for i in range(num_nodes):
+    raylets.add_node(num_cpus=0, node_name="head")
+    for i in range(1, num_nodes + 1):
         nodes[f"n{i}"] = raylets.add_node(num_cpus=NUM_CPUS, node_name=f"n{i}")
     print("cluster:", raylets.address, flush=True)
     for line in sys.stdin:

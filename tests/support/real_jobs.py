@@ -7,6 +7,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 
 import compilations
@@ -93,10 +94,13 @@ class Job:
         (self.folder / "run" / "hurry").touch()
 
     def wait_for_step(self, more: int = 5) -> None:
-        """Until it has gone on by so many steps; the service need not be there."""
-        wanted = max([x["step"] for x in self.lines("step")], default=0) + more
+        """Until it has done so many steps from now on; the service need not be there.
+
+        They need not be new ones: a job that lost its coordinator goes on from an older checkpoint.
+        """
+        now_s = time.time()
         services.until(
-            lambda: any(x["step"] >= wanted for x in self.lines("step")),
+            lambda: len({x["step"] for x in self.lines("step") if x["at"] > now_s}) >= more,
             lambda: f"{self.name} does not go on",
         )
 

@@ -1,5 +1,6 @@
 """A run that reaches a limit of memory ends with a sentence on what did not fit, not with tracebacks."""
 
+import errno
 import os
 import re
 import subprocess
@@ -113,6 +114,9 @@ def caused(error: Exception, cause: Exception) -> Exception:
 
 
 DEVICE = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.\nmore")
+DRIVER = jax.errors.JaxRuntimeError(
+    "INTERNAL: cuGraphInstantiate: CUDA_ERROR_OUT_OF_MEMORY: out of memory"
+)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +126,12 @@ DEVICE = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocatin
         (MemoryError(), "the host has no memory left"),
         (MemoryError("8 bytes"), "8 bytes"),
         (caused(RuntimeError("sample 3 cannot be read"), MemoryError("8 bytes")), "8 bytes"),
+        (DRIVER, "INTERNAL: cuGraphInstantiate: CUDA_ERROR_OUT_OF_MEMORY: out of memory"),
         (jax.errors.JaxRuntimeError("INTERNAL: something else"), None),
+        (jax.errors.JaxRuntimeError("INTERNAL: callback:\nout_of_memory.py\nKeyError: 1"), None),
         (ValueError("RESOURCE_EXHAUSTED is a word"), None),
+        (ValueError("RESOURCE_EXHAUSTED: a/b: OS error 28: No space left on device"), None),
+        (OSError(errno.ENOSPC, "No space left on device"), None),
         (MoveDoesNotFit("this says it already"), None),
         (OutOfMemory("this says it already"), None),
     ],
@@ -137,6 +145,67 @@ def test_a_shortage_is_told_from_other_errors(error, says):
         assert isinstance(told, OutOfMemory) and f"step 3 did not fit into memory ({says})" in str(
             told
         )
+
+
+WAYS = """
+import resource, sys
+import jax, jax.numpy as jnp, numpy as np
+from jaxgoodput.engine.memory import shortage_in
+
+ROOM, LARGE = 2**29, 2**30  # bytes that may be added, and that are
+
+
+def large(x):
+    return jnp.tanh(x[:, :1] @ jnp.ones((1, LARGE // 64))) @ jnp.ones((LARGE // 64, 1))
+
+
+def read(x):
+    return np.ones(LARGE, np.uint8)[:4]
+
+
+def on_host(x):
+    return jax.pure_callback(read, jax.ShapeDtypeStruct((4,), np.uint8), x)
+
+
+x, square, part = jnp.ones((16, 4)), jnp.ones((5000, 5000)), jnp.copy(jnp.ones(ROOM // 8))
+step = jax.jit(large).lower(x).compile()
+back = jax.jit(on_host).lower(x).compile()
+factors = jax.jit(jnp.linalg.svd).lower(square).compile()
+host = np.zeros(LARGE, np.uint8)
+ways = {
+    "a result": lambda: jnp.zeros(LARGE // 4),
+    "temporaries": lambda: step(x),
+    "a step after one that failed": lambda: jnp.sum(step(x) + 1),
+    "from the host": lambda: jax.device_put(host, may_alias=False),
+    "a copy": lambda: [jnp.copy(part) for _ in range(9)],
+    "to the host": lambda: [np.array(part) for _ in range(9)],
+    "a callback": lambda: back(x),
+    "a library": lambda: factors(square),
+    "a file": lambda: np.memmap(sys.argv[1], mode="w+", shape=LARGE),
+}
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + ROOM
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+for name, way in ways.items():
+    try:
+        jax.block_until_ready(way())
+        print(name, "fits")
+    except Exception as error:
+        if shortage_in(error) is None:
+            print(name, "raises", type(error).__name__, error)
+"""
+
+
+@pytest.mark.slow
+def test_every_way_in_which_memory_runs_out_is_known(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", WAYS, str(tmp_path / "large")],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **JOBS},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
 
 
 def test_the_memory_of_the_host_is_at_most_what_it_has():
