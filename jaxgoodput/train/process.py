@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -445,33 +445,27 @@ def quiet_writer() -> Iterator[None]:
 
     handler = logging.get_absl_handler()
     loggers = logging.get_absl_logger(), std_logging.getLogger("asyncio")
-    before = sys.excepthook
+    before = sys.unraisablehook
 
-    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None):
-        # After a failed write, tensorstore's own threads print one traceback for each array that was under
-        # way: the event loop that waited for them is closed.
-        is_late = str(error) == "Event loop is closed" and "asyncio" in _innermost_file(trace)
-        if not is_late or threading.current_thread() is threading.main_thread():
-            before(kind, error, trace)
+    def report(unraisable: Any):
+        # After a failed write, tensorstore has one exception for each array that was under way: the event
+        # loop that waited for them is closed. Python has no caller to raise it in, and no object to name.
+        is_late = str(unraisable.exc_value) == "Event loop is closed"
+        if not (is_late and unraisable.object is None):
+            before(unraisable)
 
     handler.addFilter(worth_reading)
     for logger in loggers:
         logger.addFilter(is_told_once)
-    sys.excepthook = report
+    sys.unraisablehook = report
     try:
         yield
     finally:
-        if sys.excepthook is report:
-            sys.excepthook = before
+        if sys.unraisablehook is report:
+            sys.unraisablehook = before
         handler.removeFilter(worth_reading)
         for logger in loggers:
             logger.removeFilter(is_told_once)
-
-
-def _innermost_file(trace: TracebackType | None) -> str:
-    """Return the file in which an exception was raised; "" if unknown."""
-    frames = traceback.extract_tb(trace)
-    return frames[-1].filename if frames else ""
 
 
 @contextlib.contextmanager

@@ -810,11 +810,9 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(small_disk):
     assert saved["5"] == "None"
     assert any("space" in error for error in saved.values()), saved
     assert "Training goes on" in ended.stderr and "Free some space" in ended.stderr
-    # On a busy machine the compiler adds lines, and so do writes of tensorstore that end after the save that
-    # had begun them has failed: it tells an event loop that Orbax has closed.
-    late = ended.stderr.count("RuntimeError: Event loop is closed")
+    # On a busy machine the compiler adds lines.
     own = [line for line in ended.stderr.splitlines() if ":absl:" in line]
-    assert ended.stderr.count("Traceback") == late and 1 <= len(own) < 12
+    assert "Traceback" not in ended.stderr and 1 <= len(own) < 12
     # The old one stayed, and the last was written once there was room again.
     assert steps_in(small_disk) == [5, 80]
 
