@@ -415,11 +415,18 @@ def _heeded(guard: StopGuard, requests: Requests) -> Iterator[None]:
     wakeup = signal.set_wakeup_fd(guard.pipe, warn_on_full_buffer=False)
     # A forked child, such as a reader of data, shares the pipe, and its signals must not stop this run.
     in_child = [give_back]
+
+    def is_stop(unraisable: Any) -> bool:
+        # The signal came while Python ran a callback, for example of a weak reference. `requests` and the
+        # guard have heard of it, too.
+        return isinstance(unraisable.exc_value, Preempted)
+
     os.register_at_fork(after_in_child=lambda: [undo() for undo in in_child])
     try:
         for number in before:
             signal.signal(number, ask)
-        yield
+        with _hiding(is_stop):
+            yield
     finally:
         in_child.clear()  # the registered function cannot be removed
         give_back()
@@ -445,27 +452,38 @@ def quiet_writer() -> Iterator[None]:
 
     handler = logging.get_absl_handler()
     loggers = logging.get_absl_logger(), std_logging.getLogger("asyncio")
-    before = sys.unraisablehook
 
-    def report(unraisable: Any):
-        # After a failed write, tensorstore has one exception for each array that was under way: the event
-        # loop that waited for them is closed. Python has no caller to raise it in, and no object to name.
-        is_late = str(unraisable.exc_value) == "Event loop is closed"
-        if not (is_late and unraisable.object is None):
-            before(unraisable)
+    def is_late(unraisable: Any) -> bool:
+        # After a failed write, tensorstore raises one for each array that was under way: the event loop that
+        # waited for them is closed. No object is named, unlike in a `__del__` of the user.
+        return str(unraisable.exc_value) == "Event loop is closed" and unraisable.object is None
 
     handler.addFilter(worth_reading)
     for logger in loggers:
         logger.addFilter(is_told_once)
-    sys.unraisablehook = report
+    try:
+        with _hiding(is_late):
+            yield
+    finally:
+        handler.removeFilter(worth_reading)
+        for logger in loggers:
+            logger.removeFilter(is_told_once)
+
+
+@contextlib.contextmanager
+def _hiding(is_known: Callable[[Any], bool]) -> Iterator[None]:
+    """Print no exception that Python cannot raise, for want of a caller, if the run knows of it anyway."""
+
+    def report(unraisable: Any) -> None:
+        if not is_known(unraisable):
+            before(unraisable)
+
+    before, sys.unraisablehook = sys.unraisablehook, report
     try:
         yield
     finally:
         if sys.unraisablehook is report:
             sys.unraisablehook = before
-        handler.removeFilter(worth_reading)
-        for logger in loggers:
-            logger.removeFilter(is_told_once)
 
 
 @contextlib.contextmanager

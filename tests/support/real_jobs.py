@@ -93,7 +93,7 @@ class Job:
         (self.folder / "run").mkdir(exist_ok=True)
         (self.folder / "run" / "hurry").touch()
 
-    def wait_for_step(self, more: int = 5) -> None:
+    def wait_for_step(self, more: int = 5, limit_s: float = services.LIMIT_S) -> None:
         """Until it has done so many steps from now on; the service need not be there.
 
         They need not be new ones: a job that lost its coordinator goes on from an older checkpoint.
@@ -102,6 +102,7 @@ class Job:
         services.until(
             lambda: len({x["step"] for x in self.lines("step") if x["at"] > now_s}) >= more,
             lambda: f"{self.name} does not go on",
+            limit_s,
         )
 
     def wait_for_processes(self, count: int) -> None:

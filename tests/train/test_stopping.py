@@ -476,6 +476,29 @@ STUCK = """
 """
 
 
+IN_A_CALLBACK = """
+    import os, signal, sys, time
+    from jaxgoodput.clock import SystemClock
+    from jaxgoodput.goodput.search import BatchLimits
+    from jaxgoodput.train.config import Config, Saving
+    from jaxgoodput.train.control import Requests
+    from jaxgoodput.train.process import guarded
+
+    class Freed:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.0)
+
+    batch, saving = BatchLimits(base=1, max=1), Saving(grace_s=3.0)
+    config, requests = Config(workdir="x", batch=batch, epochs=1, saving=saving), Requests()
+    with guarded(config, requests, SystemClock()):
+        Freed()
+        print(requests.signal, flush=True)
+        time.sleep(60.0)
+        print("not ended")
+"""
+
+
 def script(text):
     """A process of its own that runs this text, once it has ended."""
     return subprocess.run(
@@ -517,6 +540,14 @@ COMPILING = """
 def test_the_interpreter_is_not_taken_down_while_something_compiles():
     done = script(COMPILING)
     assert (done.returncode, done.stdout) == (75, "the user's own\n"), done.stderr
+
+
+@pytest.mark.slow
+def test_a_stop_that_comes_during_a_callback_is_obeyed_and_prints_no_traceback():
+    # Python does not raise exceptions of callbacks: of weak references, and of objects that are freed.
+    ended = script(IN_A_CALLBACK)
+    assert (ended.returncode, ended.stdout) == (143, "SIGTERM\n"), ended.stderr
+    assert "Traceback" not in ended.stderr and "ignored" not in ended.stderr
 
 
 def test_a_signal_to_a_forked_child_is_not_the_runs():

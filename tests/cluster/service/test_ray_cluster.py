@@ -84,7 +84,7 @@ def test_jobs_share_a_cluster_and_outlive_a_node(tmp_path, dies):
         )
         print(victim, "missed after", time.time() - begun_s)
         for job in jobs.values():
-            job.wait_for_step()
+            job.wait_for_step(limit_s=240.0)  # some wait until others make room
         for name, job in jobs.items():
             at = [x["at"] for x in job.lines("step") if x["at"] > begun_s]
             gaps = [b - a for a, b in zip([begun_s, *at], at, strict=False)]
