@@ -244,6 +244,7 @@ class World:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("num_examples", [25, pytest.param(200, marks=pytest.mark.nightly)])
 def test_any_order_of_faults_ends_in_training_with_everybody(num_examples):
     seeds, least, hosts = st.integers(0, 10**9), st.integers(1, 3), st.integers(3, 6)
