@@ -224,8 +224,9 @@ def picture(days: dict[str, tuple[Done, ...]], path: pathlib.Path) -> None:
     import matplotlib.pyplot as plt
 
     longest = max(job.finished_s for done in days.values() for job in done)
-    figure, panels = plt.subplots(len(days), 1, figsize=(9, 1.9 * len(days)), sharex=True)
-    for panel, (name, done) in zip(panels, days.items(), strict=True):
+    size = (9, 1.9 * len(days))
+    figure, panels = plt.subplots(len(days), 1, figsize=size, sharex=True, squeeze=False)
+    for panel, (name, done) in zip(panels[:, 0], days.items(), strict=True):
         for row, job in enumerate(done):
             panel.hlines(row, job.submitted_s, job.finished_s, color="0.6", linewidth=1)
             for begin_s, end_s, count in job.held:
@@ -236,7 +237,7 @@ def picture(days: dict[str, tuple[Done, ...]], path: pathlib.Path) -> None:
             f"{name}: {average_s(done):.0f} s a job in the mean", fontsize=9, loc="left"
         )
         panel.set_xlim(0, 1.02 * longest)
-    panels[-1].set_xlabel("seconds since the first job came; as thick as it has devices")
+    panels[-1, 0].set_xlabel("seconds since the first job came; as thick as it has devices")
     figure.tight_layout()
     figure.savefig(path, dpi=90)
     plt.close(figure)

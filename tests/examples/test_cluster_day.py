@@ -32,8 +32,9 @@ def test_times_are_from_handing_in_to_the_end():
     ]
 
 
-def test_a_picture_is_drawn(tmp_path):
-    cluster_day.picture({"fifo": DONE, "goodput": DONE}, tmp_path / "day.png")
+@pytest.mark.parametrize("ways", [["goodput"], ["fifo", "goodput"]])
+def test_a_picture_is_drawn(tmp_path, ways):
+    cluster_day.picture(dict.fromkeys(ways, DONE), tmp_path / "day.png")
     assert (tmp_path / "day.png").read_bytes()[:4] == b"\x89PNG"
 
 
