@@ -19,11 +19,13 @@ order without replacement. The target is the lowest held-out loss that a run by 
 seed of its own, had reached at 80 % of its length (of the part until its minimum, if the loss rises again).
 The clock runs from the first step's compilation to the end of the evaluation that meets the target; all sides
 evaluate after the same samples, and none saves. `start-up` is what comes before, from the call of `fit`, or
-of the model's `init` by hand, data being there. `fit` is told the length of that run (`base_steps`), and may
+of the model's `init` by hand, data being there (`fit` makes the initial values after that compilation).
+`fit` is told the length of that run (`base_steps`), and may
 end without the target; loops by hand end after four times as many samples.
 
-Sides take turns, each run in a process of its own; ratios are formed within a turn. `bg CPU` is the CPU
-seconds of the thread that compiles beside training. `hit` counts runs that met the target.
+Sides take turns, each run in a process of its own; ratios are formed within a turn. `hit` counts runs that
+met the target. Wall seconds say little on a machine that others use at the same time; CPU seconds are of all
+threads, and include compiling beside training.
 """
 
 import concurrent.futures
@@ -36,6 +38,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -109,9 +112,13 @@ class Outcome:
     start_cpu_s: float
     steps: int
     samples: int
+    first_cpu_s: float
+    """CPU seconds until the first step, for compiling above all."""
     evaluating_s: float
     losses: tuple[tuple[int, float], ...]
     """Samples and held-out loss of every evaluation."""
+    compiling_s: dict[str, float] = field(default_factory=dict)
+    """Wall seconds of XLA's compilations by thread, from the start of the process to its end."""
     threads: dict[str, float] = field(default_factory=dict)
     """CPU seconds of each thread."""
     buckets: dict[str, float] = field(default_factory=dict)
@@ -159,6 +166,7 @@ class Referee:
     losses: list[tuple[int, float]] = field(default_factory=list)
     evaluating_s: float = 0.0
     is_met: bool = False
+    first: tuple[float, float] = (math.nan, math.nan)
     final: tuple[float, float] = (math.nan, math.nan)
 
     def left(self, samples: int) -> int:
@@ -184,6 +192,7 @@ class Referee:
             start_cpu_s=start_cpu_s,
             steps=steps,
             samples=samples,
+            first_cpu_s=self.first[1],
             evaluating_s=self.evaluating_s,
             losses=tuple(self.losses),
             **more,
@@ -234,6 +243,8 @@ def train_by_hand(
         part = {name: column[chosen] for name, column in data.items()}
         params, opt_state, loss = step(params, opt_state, part)
         steps, samples = steps + 1, samples + batch
+        if steps == 1:
+            referee.first = clock.passed()
         if steps % 100 == 0:
             float(loss)
         if referee.left(samples) <= 0:
@@ -272,9 +283,11 @@ class RefereedLoop(Loop):
     def _dispatch(self, batch):
         size = batch.config.global_batch_size
         if not self.stretches or self.stretches[-1].batch != size:
-            done, (at_s, _) = self.now, self.referee.clock.passed()
+            done, passed = self.now, self.referee.clock.passed()
+            if not self.stretches:
+                self.referee.first = passed
             self.stretches.append(
-                Stretch(batch=size, step=done.step, samples=done.samples, at_s=at_s)
+                Stretch(batch=size, step=done.step, samples=done.samples, at_s=passed[0])
             )
         super()._dispatch(batch)
 
@@ -340,7 +353,7 @@ def train_by_fit(
         saving=jg.Saving(at_end=False, every_s=None),
     )
     task: Any = workload.task(config, loop=RefereedLoop)
-    task.dataset(), task.eval_dataset()  # made, before the clock
+    assert task.samples  # made before the clock begins
     clock = Clock()
     referee = task.referee = Referee(workload.every, target, clock)
     listener = Listener(referee)
@@ -395,7 +408,20 @@ def run(
 def run_here(name: str, scale: Scale, side: Side, seed: int, target: float, cache: str) -> Outcome:
     """One run, in this process."""
     logging.set_verbosity(logging.ERROR)
-    workload = WORKLOADS[name].scaled(scale)
+    compiling_s: dict[str, float] = {}
+
+    def listen(done: Any) -> None:
+        thread = threading.current_thread().name.removeprefix("jaxgoodput-").lower()
+        compiling_s[thread] = compiling_s.get(thread, 0.0) + done.seconds
+
+    stop = jg.listen_for_compilations(listen)
+    outcome = train(WORKLOADS[name].scaled(scale), side, seed, target, cache)
+    stop()
+    return dataclasses.replace(outcome, compiling_s=compiling_s)
+
+
+def train(workload: Workload, side: Side, seed: int, target: float, cache: str) -> Outcome:
+    """One run of one side."""
     if side.kind in ("fixed", "fit", "second"):
         with tempfile.TemporaryDirectory() as parent:
             return train_by_fit(
@@ -460,9 +486,9 @@ def table(title: str, found: dict[str, list[Outcome]]) -> str:
     """The table of one problem."""
     lines = [
         title,
-        "| side | hit | wall, s | / base | CPU, s | / base | bg CPU, s | samples | steps | evaluating, s "
-        "| start-up, s | start-up, CPU s |",
-        "|---" * 12 + "|",
+        "| side | hit | wall, s | / base | CPU, s | / base | CPU s until step 1 | CPU us a step after "
+        "| samples | steps | evaluating, s | start-up, s | start-up, CPU s |",
+        "|---" * 13 + "|",
     ]
     base = found.get("base", [])
     for name, runs in found.items():
@@ -474,7 +500,8 @@ def table(title: str, found: dict[str, list[Outcome]]) -> str:
             spread([met(a.seconds, a) / b.seconds for a, b in zip(runs, base, strict=False)]),
             spread([met(one.cpu_s, one) for one in runs]),
             spread([met(a.cpu_s, a) / b.cpu_s for a, b in zip(runs, base, strict=False)]),
-            spread([one.threads.get("compile", 0.0) for one in runs]),
+            spread([one.first_cpu_s for one in runs]),
+            f"{statistics.median(map(per_step_us, runs)):.0f}",
             f"{statistics.median(one.samples for one in runs):.3g}",
             f"{statistics.median(one.steps for one in runs):.0f}",
             spread([one.evaluating_s for one in runs]),
@@ -483,6 +510,11 @@ def table(title: str, found: dict[str, list[Outcome]]) -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def per_step_us(outcome: Outcome) -> float:
+    """CPU microseconds for each step after the first, evaluations and compilation meanwhile included."""
+    return (outcome.cpu_s - outcome.first_cpu_s) / max(outcome.steps - 1, 1) * 1e6
 
 
 def met(seconds: float, outcome: Outcome) -> float:
@@ -522,6 +554,8 @@ def told(side: Side, seed: int, outcome: Outcome) -> str:
         + ", ".join(f"{name} {seconds:.2f}" for name, seconds in buckets.items()),
         "  threads, CPU s: "
         + ", ".join(f"{name} {s:.2f}" for name, s in outcome.threads.items() if s > 0.005),
+        "  compiling, wall s: "
+        + ", ".join(f"{name} {s:.2f}" for name, s in outcome.compiling_s.items()),
     ]
     for one in outcome.verdicts:
         if FLAGS.verdicts or one.switched:

@@ -187,7 +187,7 @@ class Headers(Everyday, ByteLm):
 
     name = "headers"
     layers, length, heads = 2, 48, 4
-    num_held_out = 512
+    num_held_out = 256
     most_bytes = 4_000_000
 
     @property
@@ -220,7 +220,7 @@ class Pictures(Everyday, Cnn):
 
     name = "pictures"
     side = 12
-    num_held_out = 2048
+    num_held_out = 1024
 
     def columns(self):
         rng = np.random.default_rng(0)
@@ -255,6 +255,7 @@ class Regression(Everyday):
 
     name = "regression"
     inputs = 24
+    num_held_out = 4096
 
     def columns(self):
         rng = np.random.default_rng(0)
@@ -309,7 +310,7 @@ class Workload:
     power: float
     """Power of the batch by which the learning rate of a loop by hand grows: 1/2 for optimizers that divide
     the gradient by its size, 1 for SGD."""
-    num_evaluations: int = 30
+    num_evaluations: int = 25
     """Evaluations of a run of `base_steps`."""
 
     @property
