@@ -222,7 +222,7 @@ def train_by_hand(
     clock = Clock()
     referee = Referee(every, target, clock)
     tx = task.optimizer()
-    params = task.init(jax.random.key(seed))
+    params = task.init(jax.random.split(jax.random.key(seed))[0])  # the same values as in `fit`
     opt_state = tx.init(params)
     held_out = jax.device_put(held_out)
 
