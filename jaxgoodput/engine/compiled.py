@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from jaxtyping import PyTree
 
+from jaxgoodput.clock import SystemClock
 from jaxgoodput.engine.analysis import matrix_flops
 from jaxgoodput.engine.programs import Program, Programs, shardings_of
 from jaxgoodput.parallel.move import Move
@@ -40,6 +41,8 @@ class ProgramCache:
         self._once = Once()
         self._digests = Once()
         self._flops: dict[Hashable, float] = {}
+        self._seconds: dict[Hashable, float] = {}
+        self._clock = SystemClock()
 
     def __call__(
         self, build: Callable[P, Compilable[T_co]], *args: P.args, **kwargs: P.kwargs
@@ -51,8 +54,10 @@ class ProgramCache:
         key = _key(build, args, kwargs)
 
         def make() -> T_co:
+            began_s = self._clock.now()
             program = build(*args, **kwargs)
             made = program.compile()
+            self._seconds[key] = self._clock.now() - began_s
             if isinstance(program, Program):  # it is traced already, so counting is cheap
                 self._flops[key] = matrix_flops(program.traced.jaxpr.jaxpr)
             return made
@@ -69,15 +74,21 @@ class ProgramCache:
         """Return a program's matrix-product operations on all its devices; None if it was not compiled."""
         return self._flops.get(_key(program, (), {}))
 
+    def seconds(self, program: functools.partial[Program]) -> float | None:
+        """Return how long tracing and compiling a program took; None if it was not compiled."""
+        return self._seconds.get(_key(program, (), {}))
+
     def digest(self, program: functools.partial[Program]) -> str:
         """Return a hash of the lowered program. Compiles it too, so that it is traced only once."""
         key = _key(program, (), {})
 
         def make() -> str:
+            began_s = self._clock.now()
             made = program()
             lowered = made.lower()
             self._flops[key] = matrix_flops(made.traced.jaxpr.jaxpr)
             self._once(key, lowered.compile)
+            self._seconds.setdefault(key, self._clock.now() - began_s)
             return hashlib.sha256(lowered.as_text().encode()).hexdigest()
 
         return self._digests(key, make)

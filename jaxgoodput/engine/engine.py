@@ -321,13 +321,28 @@ class Engine:
         """
         return self.compiled.digest(partial(self.programs.step, self.shape(size), measure=False))
 
-    def compile(self, sizes: Sequence[Size], *, accumulate: bool = True) -> None:
-        """Compile the programs that these sizes need before their first step. Thread-safe."""
+    def compile(
+        self, sizes: Sequence[Size], *, accumulate: bool = True, measure: bool = True
+    ) -> None:
+        """Compile the programs that these sizes need before their first step. Thread-safe.
+
+        Without `measure`, the programs that measure the noise are left for later.
+        """
+        wanted = self.programs.ahead if measure else self.programs.training
         for size in sizes:
-            for program in self.programs.ahead(self.shape(size), accumulate=accumulate):
+            for program in wanted(self.shape(size), accumulate=accumulate):
                 self.compile_program(program)
         for program in self.shared_programs(accumulate=accumulate):
             self.compile_program(program)
+
+    def compile_s(self, size: Size) -> float:
+        """Return the seconds that compiling a size took, or will take if it is only compiled in part."""
+        training = self.training_programs(size, accumulate=False)
+        known = [self.compiled.seconds(p) or 0.0 for p in training]
+        for program in self.measuring_programs(size):
+            # A program that measures has about twice as many operations as one that does not.
+            known.append(self.compiled.seconds(program) or 2 * sum(known))
+        return sum(known)
 
     def compile_batches(self, plans: Sequence[tuple[Layout, Size]]) -> None:
         """Compile and plan what batches need that begin and are applied here.

@@ -133,10 +133,9 @@ class SizeCompiler:
 
     def _check_first(self, size: int) -> None:
         """Note whether steps of the first size can measure the noise; the caller holds the lock."""
-        # An elastic job leaves out the measuring programs before the start, to start sooner.
-        if self._engine.world is not None and self._engine.measuring_programs(size):
-            return
         need = self._engine.measuring_bytes_of(size)
+        if need is None and self._engine.measuring_programs(size):
+            return  # they were left out, to start sooner
         fits = need is None or need.peak <= self._budget
         self._measurable[size] = self._engine.can_measure(size) and fits
 

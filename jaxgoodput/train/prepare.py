@@ -382,17 +382,16 @@ def _compile_first(
         compile_more=compile_more,
     )
     stack.callback(strategies.close)
-    strategies.use(batch)
-    before_s = ledger.snapshot().get("compilation", 0.0)
+    size = batch.micro_batch_size
     with ledger.bucket("compilation"):
-        engine.compile([batch.micro_batch_size], accumulate=batch.num_micro_batches > 1)
-    compile_s = ledger.snapshot().get("compilation", 0.0) - before_s
+        setup.compile(engine, size, accumulate=batch.num_micro_batches > 1)
+    strategies.use(batch)
     with ledger.bucket("compilation"):
         if config.compiles_behind:
             _compile_as_earlier(beginning, strategies)
         else:
             strategies.prepare()
-    return strategies, compile_s
+    return strategies, engine.compile_s(size)
 
 
 def _compile_as_earlier(beginning: Beginning, strategies: StrategyCompiler) -> None:

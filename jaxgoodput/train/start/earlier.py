@@ -71,7 +71,7 @@ def begin_as_earlier(
     if batch == plan.start:
         return plan.start, state
     with ledger.bucket("compilation"):
-        engine.compile([batch.micro_batch_size], accumulate=batch.num_micro_batches > 1)
+        setup.compile(engine, batch.micro_batch_size, accumulate=batch.num_micro_batches > 1)
     need = engine.bytes_of(batch.micro_batch_size)
     if need is None or need.peak > (setup.budget or 0):
         return plan.start, state

@@ -62,6 +62,18 @@ class RunSetup:
         wanted = config.tuning.remember and config.policy == "goodput" and is_alone(self.where)
         return pathlib.Path(folder) / FOLDER if wanted and folder is not None else None
 
+    def compile(self, engine: Engine, micro_batch_size: int, *, accumulate: bool) -> None:
+        """Compile what the first step of a size needs.
+
+        The program that measures the noise takes longest, and is compiled beside the first steps. Not if the
+        user has fixed the steps that measure, which are then the same in every run, nor if several processes
+        would have to agree on when all of them can.
+        """
+        config = self.config
+        is_free = config.compiles_behind and config.statistics.every_steps is None
+        measure = not (is_free and is_alone(self.where))
+        engine.compile([micro_batch_size], accumulate=accumulate, measure=measure)
+
     def plan(self, strategy: str) -> BatchPlan:
         """Return the batch plan of a strategy; compiles the starting size to know its bytes.
 
@@ -74,7 +86,7 @@ class RunSetup:
         def needs(micro_batch_size: int, accumulate: bool) -> StepBytes:
             if self.memory_folder is not None:
                 engine.digest(micro_batch_size)  # wanted later: it must not be traced twice
-            engine.compile([micro_batch_size], accumulate=accumulate)
+            self.compile(engine, micro_batch_size, accumulate=accumulate)
             need = engine.bytes_of(micro_batch_size)
             assert need is not None
             return need
@@ -108,7 +120,7 @@ class RunSetup:
     def fits(self, engine: Engine, micro_batch_size: int, ledger: TimeLedger) -> bool:
         """Whether a step of this size fits into memory; compiles it to know."""
         with ledger.bucket("compilation"):
-            engine.compile([micro_batch_size], accumulate=False)
+            self.compile(engine, micro_batch_size, accumulate=False)
         need = engine.bytes_of(micro_batch_size)
         return need is not None and need.peak <= (self.budget or 0)
 
