@@ -88,7 +88,7 @@ _NAMES = {
     "data.loader": "Loader",
     "data.sources": "Source",
     "engine.engine": "Engine Engines",
-    "engine.programs": "SampleShape",
+    "engine.programs.program": "SampleShape",
     "engine.state": "Loss TrainState Variables",
     "engine.step": "Problem",
     "flax_models": "from_linen from_nnx",

@@ -9,7 +9,7 @@ from jaxgoodput.data.loader import Loader as Loader
 from jaxgoodput.data.sources import Source as Source
 from jaxgoodput.engine.engine import Engine as Engine
 from jaxgoodput.engine.engine import Engines as Engines
-from jaxgoodput.engine.programs import SampleShape as SampleShape
+from jaxgoodput.engine.programs.program import SampleShape as SampleShape
 from jaxgoodput.engine.state import Loss as Loss
 from jaxgoodput.engine.state import TrainState as TrainState
 from jaxgoodput.engine.state import Variables as Variables

@@ -16,7 +16,7 @@ from jaxgoodput._jax import trying
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.readers import Attempts
 from jaxgoodput.data.sources import Source, abstract_sample, as_source, is_endless
-from jaxgoodput.engine.rows import as_seen
+from jaxgoodput.engine.programs.rows import as_seen
 from jaxgoodput.engine.state import SownState, Variables, split
 from jaxgoodput.engine.step import LossAndState, Problem, moving
 from jaxgoodput.engine.traces import Traces
