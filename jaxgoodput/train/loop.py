@@ -106,7 +106,7 @@ class Loop:
         self._began_s = clock.now()  # set again at the first step
         self.watcher = Watcher(self._read, self._on_result, clock)
         self.analyst = _analyst_of(self, self._hook_failed, tuner)
-        self._every = self.analyst.statistics_every  # steps between two measurements of the noise
+        self.now.statistics_every = self.analyst.statistics_every
         self._in_flight = StepsInFlight(start, requests, self.watcher)
         given = (start, config, self.analyst, ledger, clock)
         self._reader = BatchReader(*given)
@@ -330,7 +330,7 @@ class Loop:
         if control.show:
             self._show()
         if control.statistics_every:
-            self._every = control.statistics_every
+            self.now.statistics_every = control.statistics_every
         batch = control.batch_after(self.now.batch)
         if batch is not None and self._switcher.take_up(batch):
             self._in_flight.has_changed()
@@ -362,7 +362,7 @@ class Loop:
         left = self._due.progress_left(now.progress)
         if total is not None:
             left = min(left, total - now.progress)
-        return int(min(-now.step % self._every, max(left / most - num_unseen - 1, 0)))
+        return int(min(-now.step % now.statistics_every, max(left / most - num_unseen - 1, 0)))
 
     def _unseen(self) -> tuple[int, float]:
         """Return how many steps' progress is not known yet, and the most base steps that each is worth."""
@@ -394,8 +394,8 @@ class Loop:
         """Return whether this step measures gradient noise.
 
         A step of several micro-batches or leased parts, or beside other groups of devices, always does. One
-        micro-batch alone is measured in one step of `self._every`, and only if its batch is whole and the
-        program for it is compiled.
+        micro-batch alone is measured in one step of `statistics_every`, and only if its batch is whole and
+        the program for it is compiled.
         """
         if batch.count > 1:
             return False  # none of its steps is one that measures
@@ -406,7 +406,7 @@ class Loop:
         if not self.kind.decisions.can_measure(batch.config):
             return False  # what it takes is being compiled
         # The step's number decides, so that a resumed run measures at the steps of an uninterrupted one.
-        return self.now.step % self._every == 0
+        return self.now.step % self.now.statistics_every == 0
 
     # -- what the loop does besides stepping -----------------------------------------------------
 
