@@ -11,7 +11,7 @@ from jaxgoodput.engine.chips import Arithmetic
 from jaxgoodput.engine.state import StepMetrics
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe.hooks import Hook
-from jaxgoodput.optim.adaptive import NoiseReadout
+from jaxgoodput.optim.adaptation import NoiseReadout
 from jaxgoodput.train.analyst import Analyst
 from jaxgoodput.train.compile_ahead import StrategyCompiler
 from jaxgoodput.train.control import Requests

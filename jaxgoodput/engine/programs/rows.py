@@ -30,7 +30,8 @@ from jaxgoodput.engine import step as pure
 from jaxgoodput.engine.programs.families import GlobalPrograms
 from jaxgoodput.engine.programs.program import Program, SampleShape
 from jaxgoodput.engine.state import StepMetrics, Sums, TrainState, cast, split
-from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.optim import adaptation
+from jaxgoodput.optim.adaptive import AdaptiveOptimizer
 from jaxgoodput.optim.noise import leaf_groups
 from jaxgoodput.parallel.strategy import Layout
 
@@ -127,7 +128,7 @@ def with_tables(problem: pure.Problem, tables: Mapping[str, Table]) -> RowProble
         return tx.init(together)
 
     given["loss_and_state"] = loss_and_state
-    given["tx"] = adaptation.AdaptiveOptimizer.of(init, tx.update, tx.decide)
+    given["tx"] = AdaptiveOptimizer.of(init, tx.update, tx.decide)
     return RowProblem(**given, tables=tables)
 
 
