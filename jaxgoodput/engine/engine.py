@@ -51,7 +51,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 # Samples per replica of the engine's own data set, or the shape of any other micro-batch.
 Size = int | SampleShape
-# How a loss runs (`programs.py`). "auto" follows the layout and the model; "whole" is global, with the
+# How a loss runs (`programs/`). "auto" follows the layout and the model; "whole" is global, with the
 # samples of a micro-batch computed together.
 LossKind = Literal["auto", "global", "separate", "whole"]
 

@@ -23,12 +23,7 @@ from jaxgoodput.engine.state import StepMetrics, Sums, TrainState, cast, split
 from jaxgoodput.engine.traces import Traces
 from jaxgoodput.optim.noise import leaf_groups
 from jaxgoodput.parallel import partition as rules
-from jaxgoodput.parallel.strategy import (
-    DATA_AXIS,
-    UNCUT,
-    Layout,
-    in_mesh,
-)
+from jaxgoodput.parallel.strategy import DATA_AXIS, UNCUT, Layout, in_mesh
 
 T = TypeVar("T")
 Trees = Sequence[PyTree]
@@ -354,14 +349,12 @@ class Programs(abc.ABC):
 
     def update(self) -> Program:
         """Build the program from (state, reduced sums) to (state, packed metrics); donates the state."""
-        state = self.abstract_state()
 
         def run(state: TrainState, total: Sums) -> tuple[TrainState, Array]:
             state, metrics = self._update(state, total, measure=True)
             return state, metrics.packed()
 
-        out = (shardings_of(state), self.layout.replicated)
-        return Program(run, (0,), (state, self.reduced_sums()), out)
+        return Program(run, (0,), (self.abstract_state(), self.reduced_sums()), self._out())
 
     def _begin(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         # The masters themselves are not returned: an output would be a copy of them.
