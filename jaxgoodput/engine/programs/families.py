@@ -193,6 +193,16 @@ class Programs(abc.ABC):
         return self.param_specs.placed(self.state)
 
     @cached_property
+    def fresh(self) -> FreshStates:
+        """The programs that make a state, or its average, from nothing."""
+        return FreshStates(self.problem, self.layout, self.abstract_state())
+
+    @cached_property
+    def keyless(self) -> Keyless:
+        """The state without its key, as the fused steps take it."""
+        return Keyless(self.abstract_state(), self.layout.replicated)
+
+    @cached_property
     def abstract_work(self) -> tuple[PyTree, ...]:
         """(params, scale, model_state, key, step) of a batch that has begun, with shardings."""
         state = self.abstract_state()
@@ -294,16 +304,6 @@ class Programs(abc.ABC):
         name = ("sums", *how.values())
         new = self._traced(name, sums, params, scale, before, batch, mask, key, part)
         return new if old is None else old.merged(new)
-
-    @cached_property
-    def fresh(self) -> FreshStates:
-        """The programs that make a state, or its average, from nothing."""
-        return FreshStates(self.problem, self.layout, self.abstract_state())
-
-    @cached_property
-    def keyless(self) -> Keyless:
-        """The state without its key, as the fused steps take it."""
-        return Keyless(self.abstract_state(), self.layout.replicated)
 
     @cached_property
     def row_comparison(self) -> RowComparison:
