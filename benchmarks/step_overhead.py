@@ -16,16 +16,15 @@ collectives.
 import json
 import math
 import os
-import pathlib
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from typing import Any
 
 from absl import app, flags
+from threads import cpu_of_threads
 
 from jaxgoodput.launcher.local import keep_freed_pages
 
@@ -263,18 +262,6 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
         "cadence": cadences[-1] if cadences else 1,
         "dtype": str(jnp.float32.dtype),
     }
-
-
-def cpu_of_threads() -> dict[str, float]:
-    """CPU seconds so far of every thread that Python knows, by its name, and of all others."""
-    found = {}
-    for thread in threading.enumerate():
-        path = pathlib.Path(f"/proc/self/task/{thread.native_id}/schedstat")
-        if not path.exists():
-            continue
-        name = thread.name.removeprefix("jaxgoodput-").removesuffix("Thread").lower()
-        found[name] = found.get(name, 0.0) + int(path.read_text().split()[0]) * 1e-9
-    return {**found, "others": time.process_time() - sum(found.values())}
 
 
 def per_step(first: dict[str, float], last: dict[str, float], steps: int) -> dict[str, float]:

@@ -17,7 +17,6 @@ os.environ["XLA_FLAGS"] = f"{FLAG} {os.environ.get('XLA_FLAGS', '')}"
 import jax  # noqa: E402
 
 # Before anything asks for a device: the number cannot change afterwards.
-jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -47,7 +46,14 @@ REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 SHARED = REPOSITORY.parent / "shared"
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--platform", default="cpu", help="JAX's platform; tests of one device run on 'cuda'."
+    )
+
+
 def pytest_configure(config):
+    jax.config.update("jax_platforms", config.getoption("--platform"))
     if not hasattr(config, "workerinput"):  # in the one process that the others are started by
         compilations.prune()
 

@@ -30,7 +30,8 @@ from jaxgoodput.tune.batch import tune
 from jaxgoodput.tune.cadence import FIRST_CADENCE, NoiseCadence
 from jaxgoodput.tune.due import VerdictTimer
 from jaxgoodput.tune.evidence import Evidence
-from jaxgoodput.tune.payoff import RunLength, compiling_pays
+from jaxgoodput.tune.exploring import Explorer
+from jaxgoodput.tune.payoff import RunLength, strategies_pay
 from jaxgoodput.tune.remembered import BatchHistory, ProgramMemory
 from jaxgoodput.tune.timings import (
     FeedingTimes,
@@ -80,8 +81,9 @@ class Analyst:
         self._requests = requests
         self._clock = clock
         self._adapt = adapt
-        # None if other batches are not compiled in the background, or no longer need to be started.
-        self._compile_s = compile_s if config.compiles_behind else None
+        self._compile_s = compile_s
+        self._explores = config.compiles_behind and config.policy == "goodput"
+        self._explorer = Explorer(compile_s, clock.now())
         self._length = RunLength(
             base_steps=config.base_steps,
             epochs=config.epochs,
@@ -217,6 +219,7 @@ class Analyst:
         )
         self._learn_noise(result)
         self._learn_time(result, is_changed=is_changed)
+        self._explorer.stepped(ticket.began_s, self._table, is_busy=ticket.busy)
         if metrics.is_finite:
             self._evidence.add(ticket.config, ticket.samples, metrics.loss, ticket.num_samples)
         self._reporter.add(result)
@@ -271,20 +274,34 @@ class Analyst:
             self._due.is_judging = self._tuner.ask(self._situation(step))
 
     def _start_compiling(self, metrics: StepMetrics[float], step: int) -> None:
-        """Start compiling other batches in the background, if that is expected to pay off."""
-        if self._compile_s is None or self._config.policy != "goodput":
+        """Start compiling another size, or all strategies, in the background if that is expected to pay."""
+        if not self._explores:
             return
-        situation = self._situation(step)
-        is_known = self._adapt and metrics.noise.is_known
-        if compiling_pays(
+        situation, strategies = self._situation(step), self._strategies
+        if self._adapt and metrics.noise.is_known and strategies.num_strategies > 1:
+            price = {"compile_s": self._compile_s, "num_strategies": strategies.num_strategies}
+            if strategies_pay(situation, **price):
+                strategies.start()
+                self._explores = False  # all sizes are compiled, too
+                return
+        sizes = strategies.sizes(self._current.strategy)
+        settled = strategies.settled(self._current.strategy)
+        alone = strategies.compiles_one_by_one
+        found = self._explorer.next(
             situation,
-            self._strategies.sizes(self._current.strategy),
+            sizes,
+            settled,
             self._table,
-            compile_s=self._compile_s,
-            num_strategies=self._strategies.num_strategies if is_known else 1,
-        ):
-            self._strategies.start()
-            self._compile_s = None
+            now_s=self._clock.now(),
+            num_compiled=1 if alone else max(len(sizes) - len(settled), 1),
+        )
+        if found is None:
+            return
+        if alone:
+            strategies.compile_next(found.size)
+        else:
+            strategies.start()
+            self._explores = False
 
     def _follow_schedule(self, step: int) -> bool:
         """Change to the batch that the user's schedule asks for; return whether a change was posted.

@@ -144,6 +144,19 @@ class StrategyCompiler:
             compilers, num_preparing = list(self._sizes.values()), self._num_preparing
         return num_preparing > 0 or any(compiler.is_busy for compiler in compilers)
 
+    def settled(self, strategy: str) -> tuple[int, ...]:
+        """Return the sizes of a strategy that have been compiled or refused, or are about to be."""
+        return self.compiler(strategy).settled
+
+    @property
+    def compiles_one_by_one(self) -> bool:
+        """Whether a single size may be compiled: several processes agree on all sizes of one order."""
+        return self.settled_everywhere is None
+
+    def compile_next(self, size: int) -> None:
+        """Compile one more micro-batch size in the background."""
+        self.compiler(self._current.strategy).compile_next(size)
+
     def start(self) -> None:
         """Compile other micro-batch sizes, and then other strategies, in the background from now on."""
         with self._lock:

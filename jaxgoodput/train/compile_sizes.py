@@ -9,6 +9,7 @@ fits. Only ready sizes are ever chosen, so the noise is measured from the first 
 size is requested before it is ready, its measuring program is compiled before anything else.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
@@ -59,7 +60,8 @@ class SizeCompiler:
 
     Call `near` with the size in use; the first time this must be one that the engine has compiled. Only sizes
     within two changes by a factor `reach` are queued, and more as the size in use moves. `start` begins to
-    compile them. The order depends only on these calls, so it is the same in all processes. Without
+    compile them all, `compile_next` one of them. The order depends only on these calls, so it is the same in
+    all processes. Without
     `background` there is no thread, and a missing program is compiled when it is needed.
     """
 
@@ -82,7 +84,9 @@ class SizeCompiler:
         # Guards everything below, and is notified of every change.
         self._changed = threading.Condition()
         self._current: int | None = None  # size in use
-        self._is_started = False  # whether sizes other than the one in use are compiled
+        self._num_allowed: float = (
+            0  # queued sizes that may be compiled, in their order; infinite: all
+        )
         self._order: list[int] = []
         self._next = 0  # index into the order
         self._ready: list[int] = []
@@ -99,6 +103,12 @@ class SizeCompiler:
         """Number of sizes queued so far, compiled or not."""
         with self._changed:
             return len(self._order)
+
+    @property
+    def settled(self) -> tuple[int, ...]:
+        """The sizes that have been compiled or refused, and the ones that are about to be."""
+        with self._changed:
+            return tuple(self._order[: max(self._next, min(len(self._order), self._num_allowed))])
 
     def near(self, size: int) -> None:
         """Note that `size` is in use: queue the sizes around it, and prepare it to measure the noise."""
@@ -176,9 +186,22 @@ class SizeCompiler:
             return self._is_waiting() and self._worker is not None and not self._is_closed
 
     def start(self) -> None:
-        """Compile other sizes in the background from now on. Idempotent."""
+        """Compile all other sizes in the background from now on. Idempotent."""
         with self._changed:
-            self._is_started = True
+            self._num_allowed = math.inf
+            self._run_worker()
+            self._changed.notify_all()
+
+    def compile_next(self, size: int) -> None:
+        """Compile one more size in the background. No other process may have to compile the same ones."""
+        with self._changed:
+            # The size in use comes first: it is compiled, but was not rehearsed.
+            at = int(min(max(self._next, self._num_allowed, 1), len(self._order)))
+            if size in self._order[:at]:
+                return
+            self._order = [s for s in self._order if s != size]
+            self._order.insert(at, size)
+            self._num_allowed = at + 1
             self._run_worker()
             self._changed.notify_all()
 
@@ -193,7 +216,7 @@ class SizeCompiler:
     def compile_all(self) -> None:
         """Compile all queued sizes on the caller's thread."""
         with self._changed:
-            self._is_started = True
+            self._num_allowed = math.inf
         while self._step():
             pass
 
@@ -245,7 +268,7 @@ class SizeCompiler:
 
     def _is_waiting(self) -> bool:
         """Return whether anything is left for the thread to compile; the caller holds the lock."""
-        is_other = self._is_started and self._next < len(self._order)
+        is_other = self._next < min(len(self._order), self._num_allowed)
         return is_other or bool(self._urgent) or self._to_measure() is not None
 
     def _to_measure(self) -> int | None:

@@ -96,7 +96,7 @@ class PreparedRun:
     first_step: int
     """The step that the run goes on from."""
     compile_s: float
-    """Seconds that compiling took in this start."""
+    """Seconds that compiling the programs of one batch took in this start."""
     restart: int
     """Earlier runs in this workdir, as the chief knows."""
     restored: CheckpointMeta | None
@@ -363,7 +363,7 @@ def _compile_first(
     stack: contextlib.ExitStack,
     ledger: TimeLedger,
 ) -> tuple[StrategyCompiler, float]:
-    """Compile the steps of the first batch, and what else must be ready; also returns the seconds it took."""
+    """Compile the first batch's steps, and what else must be ready; also returns the seconds of the steps."""
     config, plan, batch, engine = setup.config, beginning.plan, beginning.batch, beginning.engine
 
     def compile_more(other: Engine) -> None:
@@ -383,11 +383,10 @@ def _compile_first(
     )
     stack.callback(strategies.close)
     strategies.use(batch)
+    before_s = ledger.snapshot().get("compilation", 0.0)
     with ledger.bucket("compilation"):
         engine.compile([batch.micro_batch_size], accumulate=batch.num_micro_batches > 1)
-    compile_s = ledger.snapshot().get(
-        "compilation", 0.0
-    )  # before the ledger of earlier runs is added
+    compile_s = ledger.snapshot().get("compilation", 0.0) - before_s
     with ledger.bucket("compilation"):
         if config.compiles_behind:
             _compile_as_earlier(beginning, strategies)

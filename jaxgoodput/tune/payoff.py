@@ -1,16 +1,10 @@
-"""Estimates how much of the run is left, and whether compiling other batches pays off in that time."""
+"""Estimates how much of the run is left, and whether that repays compiling other strategies."""
 
-import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from jaxgoodput.goodput.efficiency import Grad, gain
-from jaxgoodput.tune.batch import hoped_gain
 from jaxgoodput.tune.plan import scheduled
-from jaxgoodput.tune.timings import TimingTable
 from jaxgoodput.tune.verdict import Situation
 
 
@@ -62,48 +56,9 @@ class RunLength:
         return (self.num_samples - samples) / global_batch_size * step_s
 
 
-def compiling_pays(
-    situation: Situation,
-    sizes: Sequence[int],
-    table: TimingTable,
-    *,
-    compile_s: float,
-    num_strategies: int,
-) -> bool:
-    """Return whether other batches may save more of the time left than compiling them takes.
+def strategies_pay(situation: Situation, *, compile_s: float, num_strategies: int) -> bool:
+    """Return whether the time left repays compiling other strategies, at `compile_s` seconds each.
 
-    `sizes` are all micro-batch sizes that may be used, `table` has the step times of the present strategy,
-    and `compile_s` is the time that one size takes. `num_strategies` above 1 says that other strategies may
-    be compiled, too.
+    Their gain is unknown; it is taken to be one that barely justifies a change.
     """
-    current, limits, min_gain = situation.current, situation.here.limits, situation.caution.min_gain
-    batches = np.multiply.outer(sizes, np.arange(1, limits.max_micro_batches + 1))
-    batches *= current.num_replicas
-    hopes = hoped_gain(situation.grad, limits, current.global_batch_size, batches)
-    hopes *= _correction(situation, sizes, batches, table)
-    is_ready = np.isin(sizes, list(situation.here.ready))
-    hope = float(hopes[~is_ready].max(initial=0.0) / hopes[is_ready].max(initial=1.0))
-    price_s = compile_s * max(len(sizes) - 1, 1)
-    if num_strategies > 1:
-        # The gain of another strategy is unknown; assume one that barely justifies a change.
-        price_s = compile_s * num_strategies
-        if situation.left_s * min_gain > price_s:
-            return True
-    return hope >= 1 + min_gain and situation.left_s * (1 - 1 / hope) > price_s
-
-
-def _correction(
-    situation: Situation, sizes: Sequence[int], batches: np.ndarray, table: TimingTable
-) -> np.ndarray:
-    """Return the factor that corrects each `hoped_gain`, [sizes, counts], by timed steps; 1 if not timed."""
-    current, num_nodes = situation.current, situation.here.placement.num_nodes
-    one = [dataclasses.replace(current, micro_batch_size=s, num_micro_batches=1) for s in sizes]
-    there_s = np.array([table.step_s(num_nodes, c) for c in one])
-    there_s[np.asarray(sizes) == current.micro_batch_size] = math.nan
-    counts = batches / batches[:, :1]  # a micro-batch never takes longer than a whole step of one
-    known = (
-        situation.step_s
-        / (there_s[:, None] * counts)
-        * np.sqrt(batches / current.global_batch_size)
-    )
-    return np.nan_to_num(known, nan=1.0)
+    return situation.left_s * situation.caution.min_gain > compile_s * num_strategies

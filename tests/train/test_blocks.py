@@ -37,6 +37,8 @@ def sizes(monkeypatch):
     monkeypatch.setattr(blocks, "COUNT", 4)
     monkeypatch.setattr(blocks, "LOOK_EVERY", 1)
     monkeypatch.setattr(blocks.Blocks, "_pay", lambda self, batch: True)
+    # These models give the same bits in blocks: what they compute with is exact, or a sum of few numbers.
+    monkeypatch.setattr(blocks.Blocks, "may_round", True)
     monkeypatch.setattr(SizeCompiler, "compile_soon", compile_now)
     monkeypatch.setattr(Engine, "steps", counted)
     return found
@@ -167,3 +169,15 @@ def test_blocks_that_take_longer_than_single_steps_are_given_up(tmp_path, sizes,
     state = Counting(settings, **ONE).fit()
     np.testing.assert_array_equal(state.params["count"], 100)
     assert 0 < len(sizes) < 60  # of 150
+
+
+def test_a_run_without_measured_decisions_has_no_blocks(tmp_path, sizes, monkeypatch):
+    """Its bits, and those of a resumed run, must not depend on when a program is compiled."""
+    monkeypatch.undo()
+    found = []
+    monkeypatch.setattr(Engine, "steps", lambda *args, **kwargs: found.append(args))
+    monkeypatch.setattr(blocks.Blocks, "_pay", lambda self, batch: True)
+    monkeypatch.setattr(blocks, "LOOK_EVERY", 1)
+    settings = counting_config(tmp_path, epochs=20, statistics__every_steps=50)
+    Counting(settings, **ONE).fit()
+    assert not found

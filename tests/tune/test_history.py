@@ -12,7 +12,7 @@ from jaxgoodput.goodput.efficiency import GradGroups, GradParams
 from jaxgoodput.goodput.perf import Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.tune.cadence import FIRST_CADENCE, NoiseCadence
-from jaxgoodput.tune.payoff import RunLength, compiling_pays
+from jaxgoodput.tune.payoff import RunLength
 from jaxgoodput.tune.remembered import BEGINNING, BatchHistory, ProgramMemory
 from jaxgoodput.tune.timings import FeedingTimes, Parts, StrategyTimings, SwitchCosts
 from jaxgoodput.tune.trial import Trials
@@ -165,14 +165,3 @@ def test_a_run_ends_by_progress_or_by_samples():
     pure_noise = GradParams(sqr=0.0, var=1.0)
     assert steps.left_s(pure_noise, 20.0, 0, **now) == pytest.approx(80 / 2 * 0.5)
     assert passes.left_s(pure_noise, 0.0, 640, **now) == pytest.approx(10 * 0.5)
-
-
-@given(left_s=st.floats(0.0, 1e4), compile_s=st.floats(0.1, 100.0))
-def test_compiling_pays_if_the_time_left_is_long_enough(left_s, compile_s):
-    table = StrategyTimings(num_nodes=1).table("")
-    now = situation(at(32), left_s=left_s, step_s=0.1)
-    # Noise is nearly everything, so the hoped-for gain is the root of the growth: 4 for 512 samples.
-    pays = compiling_pays(now, (32, 512), table, compile_s=compile_s, num_strategies=1)
-    assert pays == (left_s * 0.75 > compile_s) or abs(left_s * 0.75 - compile_s) < 0.01 * compile_s
-    silent = dataclasses.replace(now, grad=GradParams(sqr=1.0, var=0.0))
-    assert not compiling_pays(silent, (32, 512), table, compile_s=compile_s, num_strategies=1)

@@ -5,6 +5,10 @@ step that measures the noise, or at which something is due, is dispatched alone.
 sizes are compared (`policy="goodput"`): a size that is being tried has no block yet, and would seem slower
 than it is. If the steps of blocks turn out to take longer than steps alone, as convolutions in a loop may on
 a CPU, no more blocks are dispatched.
+
+The compiler fuses a step in a loop in another way than one alone, so that results differ by rounding. When
+blocks begin depends on measured times. A run that nothing measured may change has no blocks
+(`Blocks.may_round`), so that it, resumed or not, gives the same bits each time.
 """
 
 import math
@@ -90,11 +94,17 @@ class Blocks:
         start = self.start
         return (
             self.config.policy != "goodput"
+            and self.may_round
             and start.run.runs_blocks
             and start.loader.can_read_blocks
             and batch.num_replicas == batch.num_micro_batches == 1
             and not looks_for()  # JAX looks at the results of single steps
         )
+
+    @property
+    def may_round(self) -> bool:
+        """Whether a second run may differ by rounding: measured times decide when the noise is measured."""
+        return self.config.statistics.every_steps is None
 
     def _pay(self, batch: BatchConfig) -> bool:
         """Whether a program of blocks would save more time than compiling it takes."""

@@ -1,0 +1,120 @@
+"""What is compiled and tried next, and what exploring may cost."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxgoodput.goodput.efficiency import GradParams
+from jaxgoodput.goodput.perf import Placement
+from jaxgoodput.goodput.search import BatchConfig, BatchLimits
+from jaxgoodput.tune.exploring import BORROWED, EARNED, REPAID, Account, Explorer, next_size
+from jaxgoodput.tune.timings import StrategyTimings
+from jaxgoodput.tune.verdict import Situation, StrategyOption
+
+SIZES = (8, 16, 32, 64, 128, 256, 512)
+SECONDS = st.floats(1e-3, 1e5)
+NOISY, SILENT = GradParams(sqr=1e-6, var=1.0), GradParams(sqr=1.0, var=0.0)
+UNKNOWN = GradParams(sqr=math.nan, var=math.nan)
+
+
+def situation(size=32, *, ready=(32,), timed=(32,), grad=NOISY, **known):
+    config = BatchConfig(micro_batch_size=size, num_micro_batches=1, num_replicas=1, strategy="")
+    here = StrategyOption(
+        config=config,
+        limits=BatchLimits(base=32, max=512, max_micro_batches=1),
+        placement=Placement(num_nodes=1, num_replicas=1),
+        ready=ready,
+        timed=timed,
+    )
+    return Situation(here=here, grad=grad, steps_since_change=99, **known)
+
+
+@pytest.fixture
+def table():
+    return StrategyTimings(num_nodes=1).table("")
+
+
+@given(
+    prices=st.lists(st.tuples(SECONDS, st.floats(0, 1)), min_size=1, max_size=30),
+    total_s=SECONDS,
+    hope=st.floats(1.05, 8),
+)
+def test_a_run_in_which_nothing_is_found_loses_at_most_what_the_account_lends(
+    prices, total_s, hope
+):
+    """Whatever is asked for, and whenever, if nothing shortens the run."""
+    account = Account()
+    for price_s, at in sorted(prices, key=lambda x: x[1]):
+        passed_s = at * total_s
+        left_s = total_s - passed_s
+        saving_s = left_s * (1 - 1 / hope)
+        if account.allows(price_s, saving_s=saving_s, passed_s=passed_s, left_s=left_s):
+            assert saving_s > price_s
+            account.spend(price_s, total_s=total_s)
+            assert account.spent_s <= EARNED * passed_s + BORROWED * left_s + 1e-9 * total_s
+    assert account.spent_s <= (EARNED + BORROWED) * total_s * (1 + 1e-9)
+
+
+def test_a_loan_must_be_repaid_several_times_and_a_found_size_earns():
+    account = Account()
+    left = {"passed_s": 0.0, "left_s": 100.0}
+    assert account.allows(2.0, saving_s=2.0 * REPAID, **left)
+    assert not account.allows(2.0, saving_s=1.9 * REPAID, **left)
+    assert not account.allows(3.1, saving_s=90.0, **left)
+    account.spend(2.0, total_s=100.0)
+    # The same price once more: not from 3 % of what is left, but from a share of the 70 s that were saved.
+    assert not account.allows(2.0, saving_s=50.0, passed_s=5.0, left_s=95.0)
+    assert account.allows(2.0, saving_s=12.0, passed_s=5.0, left_s=25.0)
+    assert not account.allows(1.0, saving_s=9.0, passed_s=5.0, left_s=math.nan)
+
+
+def test_the_farthest_size_that_one_change_reaches_comes_first(table):
+    first = next_size(situation(), SIZES, (32,), table)
+    assert first is not None and first.size == 128 and first.hope == pytest.approx(2.0, rel=0.01)
+    later = next_size(situation(), SIZES, (32, 128), table)
+    assert later is not None and later.size == 64
+    denied = situation(caution=dataclasses.replace(situation().caution, max_growth=2.0))
+    near = next_size(denied, SIZES, (32,), table)
+    assert near is not None and near.size == 64
+
+
+def test_one_size_at_a_time(table):
+    """A compiled size that promises a gain is tried before another one is compiled."""
+    assert next_size(situation(ready=(32, 128)), SIZES, (32, 128), table) is None
+    tried = situation(128, ready=(32, 128), timed=(32, 128))
+    found = next_size(tried, SIZES, (32, 128), table)
+    assert found is not None and found.size == 512
+
+
+def test_nothing_is_compiled_without_hope(table):
+    assert next_size(situation(grad=SILENT), SIZES, (32,), table) is None
+    assert next_size(situation(), SIZES, SIZES, table) is None
+    assert next_size(situation(grad=UNKNOWN), SIZES, (32,), table) is not None, "it may be large"
+
+
+@given(left_s=st.floats(0, 1e4), compile_s=st.floats(0.01, 100))
+def test_the_time_left_decides_whether_a_size_is_compiled(left_s, compile_s):
+    explorer, table = Explorer(compile_s, began_s=10.0), StrategyTimings(num_nodes=1).table("")
+    now = situation(left_s=left_s, step_s=0.1)
+    price_s = 0.3 * compile_s
+    found = explorer.next(now, SIZES, (32,), table, now_s=10.0)
+    pays = price_s <= BORROWED * left_s and REPAID * price_s <= left_s / 2
+    near = math.isclose(price_s, BORROWED * left_s, rel_tol=0.01)
+    assert (found is not None) == pays or near
+    assert explorer.account.spent_s == (pytest.approx(price_s) if found else 0)
+    assert explorer.next(now, SIZES, (32,), table, now_s=11.0) is None or found is None
+
+
+def test_what_a_compilation_took_corrects_its_price(table):
+    explorer, now = Explorer(1.0, began_s=0.0), situation(left_s=1e4, step_s=0.1)
+    assert explorer.next(now, SIZES, (32,), table, now_s=5.0) is not None
+    explorer.stepped(4.9, table, is_busy=False)  # began before
+    explorer.stepped(6.0, table, is_busy=True)
+    assert explorer.next(now, SIZES, (32, 128), table, now_s=7.0) is None, "one at a time"
+    explorer.stepped(15.0, table, is_busy=False)
+    assert explorer.account.spent_s == pytest.approx(0.3 * 10.0)
+    assert explorer.next(now, SIZES, (32, 128), table, now_s=15.0) is not None
+    assert explorer.account.spent_s == pytest.approx(0.3 * 20.0)
