@@ -222,7 +222,7 @@ def train_by_hand(
     clock = Clock()
     referee = Referee(every, target, clock)
     tx = task.optimizer()
-    params = task.init(jax.random.key(seed))
+    params = task.init(jax.random.split(jax.random.key(seed))[0])  # the same values as in `fit`
     opt_state = tx.init(params)
     held_out = jax.device_put(held_out)
 
@@ -476,8 +476,7 @@ def compare(name: str, scale: Scale) -> None:
                 cache = pathlib.Path(caches, f"{seed}-{side.kind.replace('second', 'fit')}")
                 outcome = run(name, scale, side, seed, target, str(cache))
                 found[side.name].append(outcome)
-                if outcome.stretches:
-                    print(told(side, seed, outcome), flush=True)
+                print(told(side, seed, outcome), flush=True)
             shutil.rmtree(caches, ignore_errors=True)
             print(table(f"{name}, {seed + 1} seeds", found), flush=True)
 
@@ -533,7 +532,15 @@ def spread(values: Sequence[float]) -> str:
 
 
 def told(side: Side, seed: int, outcome: Outcome) -> str:
-    """A run of `fit` in words: batches, time, verdicts."""
+    """A run in words: its time and, if it was of `fit`, its batches and verdicts."""
+    head = (
+        f"{side.name}, seed {seed}: {outcome.seconds:.2f} s, {outcome.cpu_s:.2f} CPU s, {outcome.samples} "
+        f"samples, {outcome.steps} steps"
+    )
+    if not outcome.is_met:
+        head += f"; target not met: {outcome.losses[-1][1]:.4f}"
+    if not outcome.stretches:
+        return head
     ends = [*outcome.stretches[1:], None]
     parts = []
     for begin, end in zip(outcome.stretches, ends, strict=True):
@@ -546,9 +553,7 @@ def told(side: Side, seed: int, outcome: Outcome) -> str:
         )
     buckets = {k: v for k, v in outcome.buckets.items() if v > 0.005}
     lines = [
-        f"{side.name}, seed {seed}: {len(outcome.stretches) - 1} changes of the batch; "
-        f"{outcome.seconds:.2f} s, {outcome.cpu_s:.2f} CPU s, {outcome.samples} samples"
-        + ("" if outcome.is_met else "; target not met"),
+        f"{head}, {len(outcome.stretches) - 1} changes of the batch",
         f"  batches: {'; '.join(parts)}",
         "  buckets, s, with the start-up: "
         + ", ".join(f"{name} {seconds:.2f}" for name, seconds in buckets.items()),

@@ -3,6 +3,7 @@
 import json
 import pickle
 import threading
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -647,3 +648,25 @@ def test_a_stream_that_cannot_be_set_back_is_told_before_a_run_begins():
         RuntimeError, match="load_state_dict.. of the stream OneWay failed: NotImpl"
     ):
         stream(OneWay()).begin()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        np.asfortranarray(np.arange(400_000.0).reshape(100_000, 4)),
+        np.arange(800_000.0).reshape(100_000, 8)[:, ::2],
+        np.arange(800_000.0).reshape(200_000, 4)[::2],
+    ],
+    ids=["columns", "every second column", "every second row"],
+)
+def test_a_batch_costs_no_copy_of_an_array_whose_rows_are_not_contiguous(rows):
+    source = as_source({"x": rows})
+    tracemalloc.start()
+    try:
+        batch = source.batch(INDICES)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_array_equal(batch["x"], np.stack([rows[i] for i in INDICES]))
+    assert not np.shares_memory(batch["x"], rows)
+    assert peak < rows.nbytes / 10
