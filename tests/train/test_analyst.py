@@ -31,6 +31,7 @@ class OneStrategy(StrategyCompiler):
 
     def __init__(self, stage, limits):
         self.stage, self.allowed = stage, limits
+        self.settled_everywhere = None
 
     @property
     def num_strategies(self):
@@ -41,6 +42,9 @@ class OneStrategy(StrategyCompiler):
 
     def sizes(self, strategy):
         return SIZES
+
+    def settled(self, strategy):
+        return SIZES  # there is nothing left to compile
 
     def ready(self, strategy):
         return self.stage.ready
