@@ -53,7 +53,7 @@ from everyday import WORKLOADS, Everyday, Scale, Workload
 from threads import cpu_of_threads
 
 import jaxgoodput as jg
-from jaxgoodput.engine.programs import Programs
+from jaxgoodput.engine.programs.families import Programs
 from jaxgoodput.goodput.efficiency import noise_scale
 from jaxgoodput.observe.events import TuneEnd
 from jaxgoodput.train.control import Control

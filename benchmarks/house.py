@@ -122,7 +122,7 @@ def count(folder: pathlib.Path) -> Found:
                 size, held = (node.end_lineno or 0) - node.lineno + 1, len(attributes(node))
                 found.counts["largest class"] = max(found.counts["largest class"], size)
                 found.counts["most attributes"] = max(found.counts["most attributes"], held)
-                if size > 490 or held > 22:
+                if size > 450 or held > 20:
                     found.add(
                         "classes too large",
                         f"{where}:{node.lineno} {node.name}: {size} lines, {held}",

@@ -122,7 +122,7 @@ def measure(degrees: dict[str, int], preconditioned: bool) -> dict[str, Any]:
     """One row, in this process."""
     import jax
 
-    from jaxgoodput.engine.programs import SeparatePrograms
+    from jaxgoodput.engine.programs.families import SeparatePrograms
 
     engine, rows = build(degrees, preconditioned)
     # By what a step measures; "off" is the plain step.
@@ -134,8 +134,8 @@ def measure(degrees: dict[str, int], preconditioned: bool) -> dict[str, Any]:
         )
     }
     kinds = tuple(programs)
-    cost = {kind: dict(engine.cost(program)) for kind, program in programs.items()}
-    found = {kind: collectives(engine.text(program)) for kind, program in programs.items()}
+    cost = {kind: dict(engine.compiled.cost(program)) for kind, program in programs.items()}
+    found = {kind: collectives(engine.compiled.text(program)) for kind, program in programs.items()}
     plain, measured = engine.bytes_of(FLAGS.windows), engine.measuring_bytes_of(FLAGS.windows)
     row = {
         "estimator": "replicas"

@@ -33,8 +33,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples")
 from jaxgoodput.data.sources import abstract_sample, as_source
 from jaxgoodput.engine.engine import Engine, Engines
 from jaxgoodput.engine.step import Problem
-from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim import learning_rate as rules
+from jaxgoodput.optim.adaptive import adaptive
 from jaxgoodput.parallel.strategy import Strategy
 
 corpora: Any = importlib.import_module("corpora")
@@ -75,7 +75,7 @@ def engine_of(
     problem = Problem(
         init=lambda key: Decoder().init(key, jnp.zeros((1, LENGTH), jnp.int32))["params"],
         loss_and_state=loss,
-        tx=adaptation.adaptive(tx, rules.none, base_batch_size=BATCH, smoothing=0.99),
+        tx=adaptive(tx, rules.none, base_batch_size=BATCH, smoothing=0.99),
         base_batch_size=BATCH,
         preconditioned=adam and not norms,
         from_norm_layers=norms,

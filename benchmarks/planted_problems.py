@@ -41,7 +41,7 @@ import jaxgoodput as jg
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.goodput.efficiency import GradGroups, efficiency, noise_scale
 from jaxgoodput.observe.events import StepEnd
-from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.optim import adaptation
 from jaxgoodput.optim import noise as noises
 from jaxgoodput.train.loop import Loop
 from jaxgoodput.train.start.problem import problem_of

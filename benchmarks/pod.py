@@ -111,7 +111,7 @@ def measure(size: str, topology: str, slices: int, degrees: dict[str, int]) -> d
 
     from jaxgoodput import Engines, Strategy
     from jaxgoodput.engine.analysis import analyse
-    from jaxgoodput.engine.programs import Program
+    from jaxgoodput.engine.programs.program import Program
 
     several = {} if slices == 1 else {"num_slices": slices}
     found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **several)
@@ -183,7 +183,7 @@ def measure_groups(num_groups: int) -> dict[str, Any]:
 
     from jaxgoodput import Engines, Strategy
     from jaxgoodput.engine.analysis import analyse
-    from jaxgoodput.engine.programs_elastic import GroupPrograms
+    from jaxgoodput.engine.programs.elastic import GroupPrograms
     from jaxgoodput.parallel.place import world_of
 
     found = topologies.get_topology_desc(

@@ -44,7 +44,7 @@ from absl import app, flags, logging
 import jaxgoodput as jg
 from jaxgoodput.goodput.efficiency import Grad, efficiency
 from jaxgoodput.observe.events import StepEnd
-from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.optim import adaptation
 from jaxgoodput.train.start.problem import problem_of
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples"))

@@ -234,7 +234,7 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
             start_up.append(watch.times[0] - watch.began_s)
 
     *_, measured = engine.measuring_programs(per_device)
-    mine, known = engine.cost(measured), hand.cost_analysis()
+    mine, known = engine.compiled.cost(measured), hand.cost_analysis()
     theirs: Any = known[0] if isinstance(known, list) else known
 
     def collectives(text: str | None) -> int:
@@ -254,7 +254,7 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
         "bytes_ratio": mine["bytes accessed"] / theirs["bytes accessed"],
         "collectives": [
             collectives(hand.as_text()),
-            collectives(engine.text(measured)),
+            collectives(engine.compiled.text(measured)),
         ],
         "parameters": int(params_count),
         "cpu": cpu,

@@ -9,7 +9,7 @@ from jaxgoodput.data.loader import Loader as Loader
 from jaxgoodput.data.sources import Source as Source
 from jaxgoodput.engine.engine import Engine as Engine
 from jaxgoodput.engine.engine import Engines as Engines
-from jaxgoodput.engine.programs import SampleShape as SampleShape
+from jaxgoodput.engine.programs.program import SampleShape as SampleShape
 from jaxgoodput.engine.state import Loss as Loss
 from jaxgoodput.engine.state import TrainState as TrainState
 from jaxgoodput.engine.state import Variables as Variables
@@ -37,11 +37,11 @@ from jaxgoodput.observe.hooks import Every as Every
 from jaxgoodput.observe.hooks import Hook as Hook
 from jaxgoodput.observe.hooks import Profile as Profile
 from jaxgoodput.optim import learning_rate as _learning_rate
+from jaxgoodput.optim.adaptation import gain as gain
+from jaxgoodput.optim.adaptation import grad_groups as grad_groups
+from jaxgoodput.optim.adaptation import noise_state as noise_state
+from jaxgoodput.optim.adaptation import progress as progress
 from jaxgoodput.optim.adaptive import adaptive as adaptive
-from jaxgoodput.optim.adaptive import gain as gain
-from jaxgoodput.optim.adaptive import grad_groups as grad_groups
-from jaxgoodput.optim.adaptive import noise_state as noise_state
-from jaxgoodput.optim.adaptive import progress as progress
 from jaxgoodput.optim.noise import NoiseSample as NoiseSample
 from jaxgoodput.optim.noise import value_grad_and_noise as value_grad_and_noise
 from jaxgoodput.parallel.pipeline import bubble_fraction as bubble_fraction

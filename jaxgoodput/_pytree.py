@@ -5,8 +5,9 @@ structure and must be hashable.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Generic, TypeVar, dataclass_transform
 
 import jax
@@ -66,12 +67,19 @@ def one_vector(arrays: Sequence[Any], dtype: Any) -> Array:
     >>> one_vector([jnp.ones((1, 2)), jnp.array(3)], jnp.float32)
     Array([1., 1., 3.], dtype=float32)
     """
-    flat = [jnp.ravel(x).astype(dtype) for x in arrays]
-    length, at = sum(x.size for x in flat), 0
-    vector, index = jnp.zeros(length, dtype), jnp.arange(length)
-    for x in flat:
-        placed = jnp.pad(x, (at, length - at - x.size))
-        vector, at = jnp.where(index >= at, placed, vector), at + x.size
+    ends = list(itertools.accumulate(map(jnp.size, arrays), initial=0))
+    return _with_values(jnp.zeros(ends[-1], dtype), zip(ends, arrays, strict=False))
+
+
+def _with_values(vector: Any, values: Iterable[tuple[int, Any]]) -> Array:
+    """Return the vector with the elements of each array from its place on."""
+    index = jnp.arange(vector.size)
+    for at, array in values:
+        new = jnp.ravel(array).astype(vector.dtype)
+        end = at + new.size
+        if new.size != 1:
+            new = jnp.pad(new, (at, vector.size - end))
+        vector = jnp.where((index >= at) & (index < end), new, vector)
     return vector
 
 
@@ -122,15 +130,13 @@ class PackedTree(Generic[T]):
 
         `old` is what `tree` returned. Few changes then cost little: the vector is not made anew.
         """
-        index, at, vector = jnp.arange(self.vector.size), 0, self.vector
-        for was, now in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
-            end = at + jnp.size(now)
-            if now is not was:
-                values = jnp.ravel(now).astype(vector.dtype)
-                if end - at > 1:
-                    values = jnp.pad(values, (at, vector.size - end))
-                vector = jnp.where((index >= at) & (index < end), values, vector)
-            at = end
+        leaves = jax.tree.leaves(new)
+        places = itertools.accumulate(map(jnp.size, leaves), initial=0)
+        pairs = zip(jax.tree.leaves(old), leaves, strict=True)
+        changed = (
+            (at, now) for at, (was, now) in zip(places, pairs, strict=False) if now is not was
+        )
+        vector = _with_values(self.vector, changed)
         return dataclasses.replace(self, vector=vector)
 
     @property

@@ -34,7 +34,7 @@ def test_what_exceeds_a_limit_is_named(
     (package / "bad.py").write_text(
         '"""Where nobody looks."""\n'
         "class Given:\n"
-        + "\n".join(f"    def f{i}(self): self.a{i} = {i}" for i in range(23))
+        + "\n".join(f"    def f{i}(self): self.a{i} = {i}" for i in range(21))
         + f"\ndef long():\n{body}\n"
         "def asks(world):\n    return world is None\n"
     )

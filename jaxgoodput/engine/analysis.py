@@ -15,7 +15,7 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from jaxgoodput.engine.memory import step_bytes
-from jaxgoodput.engine.programs import Program
+from jaxgoodput.engine.programs.program import Program
 from jaxgoodput.goodput.memory import StepBytes
 from jaxgoodput.parallel.move import received_bytes
 

@@ -7,7 +7,7 @@ path may use the same call.
 
 import functools
 import hashlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -15,7 +15,8 @@ from jaxtyping import PyTree
 
 from jaxgoodput.clock import SystemClock
 from jaxgoodput.engine.analysis import matrix_flops
-from jaxgoodput.engine.programs import Program, Programs, shardings_of
+from jaxgoodput.engine.programs.families import Programs
+from jaxgoodput.engine.programs.program import Program, shardings_of
 from jaxgoodput.parallel.move import Move
 from jaxgoodput.parallel.once import Once
 
@@ -77,6 +78,17 @@ class ProgramCache:
     def seconds(self, program: functools.partial[Program]) -> float | None:
         """Return how long tracing and compiling a program took; None if it was not compiled."""
         return self._seconds.get(_key(program, (), {}))
+
+    def cost(
+        self, build: Callable[P, Program], *args: P.args, **kwargs: P.kwargs
+    ) -> Mapping[str, float]:
+        """Return XLA's own cost analysis of a program: flops and bytes accessed, per device."""
+        analysis: Any = self(build, *args, **kwargs).cost_analysis()
+        return analysis[0] if isinstance(analysis, list) else analysis
+
+    def text(self, build: Callable[P, Program], *args: P.args, **kwargs: P.kwargs) -> str:
+        """Return the optimized HLO of a program."""
+        return self(build, *args, **kwargs).as_text() or ""
 
     def digest(self, program: functools.partial[Program]) -> str:
         """Return a hash of the lowered program. Compiles it too, so that it is traced only once."""

@@ -32,20 +32,16 @@ from jaxtyping import Array, PyTree
 
 from jaxgoodput.embedding.table import Lookup
 from jaxgoodput.engine import step as pure
+from jaxgoodput.engine.batch_moves import BatchMoves
 from jaxgoodput.engine.compiled import Moves, ProgramCache
-from jaxgoodput.engine.loss_checks import LossChecks
+from jaxgoodput.engine.loss_checks import LossChecks, has_constraints
 from jaxgoodput.engine.memory import step_bytes
-from jaxgoodput.engine.programs import (
-    GlobalPrograms,
-    Program,
-    Programs,
-    SampleShape,
-    SeparatePrograms,
-    has_constraints,
-)
-from jaxgoodput.engine.programs_elastic import ElasticPrograms, GroupPrograms
-from jaxgoodput.engine.rows import RowProblem, RowPrograms, WithRows
-from jaxgoodput.engine.state import StepMetrics, Sums, TrainState, Work, delete
+from jaxgoodput.engine.programs.elastic import ElasticPrograms, GroupPrograms
+from jaxgoodput.engine.programs.families import GlobalPrograms, Programs, SeparatePrograms
+from jaxgoodput.engine.programs.keyless import KeylessCaller
+from jaxgoodput.engine.programs.program import Program, SampleShape
+from jaxgoodput.engine.programs.rows import RowProblem, RowPrograms, WithRows
+from jaxgoodput.engine.state import StepMetrics, Sums, TrainState, Work
 from jaxgoodput.engine.traces import Traces
 from jaxgoodput.goodput.memory import StepBytes
 from jaxgoodput.parallel.plan import MovePlan, plan_move
@@ -55,7 +51,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 # Samples per replica of the engine's own data set, or the shape of any other micro-batch.
 Size = int | SampleShape
-# How a loss runs (`programs.py`). "auto" follows the layout and the model; "whole" is global, with the
+# How a loss runs (`programs/`). "auto" follows the layout and the model; "whole" is global, with the
 # samples of a micro-batch computed together.
 LossKind = Literal["auto", "global", "separate", "whole"]
 
@@ -97,6 +93,7 @@ class Engines:
         )
         self.compiled = ProgramCache()
         self.moves = Moves(memory_bytes)
+        self.batch_moves = BatchMoves(self.compiled, self.moves)
         self._engines: dict[Layout, Engine] = {}
         self._lock = threading.Lock()
 
@@ -160,8 +157,8 @@ class Engines:
 
     @cached_property
     def _has_constraints(self) -> bool:
-        shape = SampleShape.of(self.sample, micro_batch_size=2)
-        return self._once("constraints", lambda: has_constraints(self.problem, self.state, shape))
+        batch = SampleShape.of(self.sample, micro_batch_size=2).batch(2)
+        return self._once("constraints", lambda: has_constraints(self.problem, self.state, batch))
 
     def _once(self, key: str, find: Callable[[], T]) -> T:
         """Return a fact that `find` finds by tracing; if `traces` has it under `key`, do not trace again."""
@@ -226,7 +223,7 @@ class Engine:
         self.compiled = engines.compiled
         self.world = engines.world
         self.programs = engines.programs_on(layout)
-        self._key: tuple[Array, Array] | None = None  # of the latest state, and its data
+        self._call_keyless = KeylessCaller()
 
     # -- what there is ---------------------------------------------------------------------------
 
@@ -356,20 +353,14 @@ class Engine:
             there = self.on(layout)
             adds = partial(there.programs.accumulate, there.shape(size))
             programs += [partial(adds, first=first) for first in (True, False)]
-        layouts = dict.fromkeys([self.layout, *(layout for layout, _ in plans)])
-        every = [self.on(layout).programs for layout in layouts]
-        for program in (*programs, *itertools.chain(*(one.between() for one in every))):
+        layouts = dict.fromkeys(layout for layout, _ in plans)
+        others = [self.on(layout).programs for layout in layouts if layout != self.layout]
+        for program in (
+            *programs,
+            *itertools.chain(*(p.between() for p in (self.programs, *others))),
+        ):
             self.compiled(program)
-        moves = self.engines.moves
-        for old, new in itertools.permutations(every, 2):
-            # If the masters serve as compute parameters, the state owns them until a batch has moved.
-            for donate in {
-                True,
-                self.problem.compute_dtype is not None or old is not self.programs,
-            }:
-                self.compiled(moves.work, old, new, donate=donate)
-            self.compiled(moves.fixed, old, new)
-            self.compiled(moves.sums, old, new)
+        self.engines.batch_moves.compile(self.programs, others)
 
     def rehearse(self, size: Size, *, accumulate: bool) -> None:
         """Run the training programs once on throw-away zeros, because a first run is slow.
@@ -387,7 +378,7 @@ class Engine:
 
     def _rehearse(self, size: Size, num_before: int, *, measure: bool) -> None:
         """Run a batch of zeros with `num_before` micro-batches before its last one, up to reducing."""
-        state, work = self.compiled(self.programs.zeros)(), None
+        state, work = self.compiled(self.programs.fresh.zeros)(), None
         batch, mask = self._zero_batch(self.shape(size))
         for _ in range(num_before):
             work = self.accumulate(work or self.begin(state), batch, mask)
@@ -406,13 +397,6 @@ class Engine:
         """Return the predicted peak bytes of a step that measures noise; None until it is compiled."""
         return self._largest(*self.measuring_programs(size))
 
-    def cost(
-        self, program: Callable[P, Program], *args: P.args, **kwargs: P.kwargs
-    ) -> Mapping[str, float]:
-        """Return XLA's own cost analysis of a program: flops and bytes accessed, per device."""
-        analysis: Any = self.compiled(program, *args, **kwargs).cost_analysis()
-        return analysis[0] if isinstance(analysis, list) else analysis
-
     def tflops_per_sample(self, size: Size) -> float:
         """Return 10^12 matrix-product operations per training sample; NaN until it is compiled.
 
@@ -422,10 +406,6 @@ class Engine:
         flops = self.compiled.flops(self.programs.last(shape, alone=True))
         num_samples = self.layout.num_replicas * shape.micro_batch_size
         return math.nan if flops is None else flops / num_samples / 1e12
-
-    def text(self, program: Callable[P, Program], *args: P.args, **kwargs: P.kwargs) -> str:
-        """Return the optimized HLO of a program."""
-        return self.compiled(program, *args, **kwargs).as_text() or ""
 
     def _largest(self, *programs: partial[Program]) -> StepBytes | None:
         """Return the predicted peak bytes per device of the largest of these that are compiled."""
@@ -447,7 +427,7 @@ class Engine:
             key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
         else:
             key = jax.device_put(key, everywhere)
-        return self.compiled(self.programs.init, tuple(given))(key, *given.values())
+        return self.compiled(self.programs.fresh.init, tuple(given))(key, *given.values())
 
     @cached_property
     def loss_checks(self) -> LossChecks:
@@ -456,7 +436,9 @@ class Engine:
 
     def with_average(self, state: TrainState) -> TrainState:
         """Return a state without an average of its parameters with one that starts at them."""
-        return dataclasses.replace(state, ema=self.compiled(self.programs.average)(state.params))
+        return dataclasses.replace(
+            state, ema=self.compiled(self.programs.fresh.average)(state.params)
+        )
 
     def begin(self, state: TrainState) -> Work:
         """Begin a batch for this state: compute-precision parameters, no gradient yet.
@@ -544,7 +526,7 @@ class Engine:
             return state, metrics
         measure = measure and self.programs.can_measure(shape.micro_batch_size)
         run = self.compiled(self.programs.step, shape, measure=measure)
-        state, metrics = self._run_keyless(run, state, *inputs)
+        state, metrics = self._call_keyless(run, state, *inputs)
         return state, metrics
 
     def steps(
@@ -560,7 +542,7 @@ class Engine:
         size = wide.micro_batch_size // count
         shape = dataclasses.replace(wide, micro_batch_size=size)
         run = self.compiled(self.programs.steps, shape, count=count)
-        state, metrics = self._run_keyless(run, state, batch, mask, *self._numbers)
+        state, metrics = self._call_keyless(run, state, batch, mask, *self._numbers)
         return state, metrics
 
     def step_with_rows(
@@ -585,7 +567,7 @@ class Engine:
         run = self.compiled(self.programs.step, shape, measure=measure)
         rows = self.programs.control_rows(control)
         inputs = (dict(slots), dict(lookups), batch, mask, *rows)
-        state, changed, metrics = self._run_keyless(run, state, *inputs)
+        state, changed, metrics = self._call_keyless(run, state, *inputs)
         return state, changed, metrics
 
     def apply(
@@ -617,8 +599,7 @@ class Engine:
         self._pace(work)
         if work.layout != self.layout:
             there = self.on(work.layout)
-            move = self.compiled(self.engines.moves.sums, there.programs, self.programs)
-            return move(there.reduce(work))
+            return self.engines.batch_moves.sums(there.programs, self.programs)(there.reduce(work))
         return self.programs.reduced(self.compiled, work.sums, control)
 
     def update(
@@ -652,41 +633,9 @@ class Engine:
         self._pace(work)
         if work.layout == self.layout:
             return work
-        there, moves = self.on(work.layout), self.engines.moves
-        both = there.programs, self.programs
-        # Whatever may refuse comes first: a refused move leaves the batch as it was.
-        move = self.compiled(moves.work, *both, donate=work.owns_params)
-        fixed = self.compiled(moves.fixed, *both)
-        move_sums = self.compiled(moves.sums, *both)
-        for one in (move, fixed, move_sums):
-            one.require_room()
-        sums = None
-        if work.sums is not None:
-            reduced = there.programs.reduced(self.compiled, work.sums)
-            if reduced is not work.sums:
-                delete(work.sums)
-            sums = self.programs.in_parts(self.compiled, move_sums(reduced))
-        params, scale = move((work.params, work.scale))
-        model_state, key, step = fixed((work.model_state, work.key, work.step))
-        values = {
-            "params": params,
-            "scale": scale,
-            "model_state": model_state,
-            "key": key,
-            "step": step,
-        }
-        moved = dataclasses.replace(work, layout=self.layout, owns_params=True, sums=sums, **values)
+        moved = self.engines.batch_moves(work, self.on(work.layout).programs, self.programs)
         self._pace(moved)
         return moved
-
-    def _run_keyless(
-        self, run: Callable[..., Any], state: TrainState, *inputs: Any
-    ) -> tuple[Any, ...]:
-        """Run a program that takes the state and its key apart: see `Programs.keyless`."""
-        if self._key is None or self._key[0] is not state.key:
-            self._key = state.key, jax.random.key_data(state.key)
-        new, *others = run(dataclasses.replace(state, key=None), self._key[1], *inputs)
-        return dataclasses.replace(new, key=state.key), *others
 
     def _shape_of(self, batch: PyTree, mask: Array) -> SampleShape:
         rows, replicas = mask.shape[0], self.layout.num_replicas

@@ -1,4 +1,4 @@
-"""Trying a loss on a few rows, to find out what it does with a batch before a run relies on it."""
+"""Trying or tracing a loss, to find out what it does with a batch before a run relies on it."""
 
 import math
 from collections.abc import Sequence
@@ -7,12 +7,13 @@ from functools import cached_property
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr, jaxprs_in_params
 from jaxtyping import Array, PyTree
 
 from jaxgoodput.engine.state import Loss, TrainState, cast, combine, split, wide
 from jaxgoodput.engine.step import Problem, is_summed
 from jaxgoodput.parallel.partition import path_name
-from jaxgoodput.parallel.strategy import Layout
+from jaxgoodput.parallel.strategy import Layout, anywhere
 
 # A loss couples samples if regrouping them changes it, or its gradient, by more than this fraction. In
 # bfloat16, whose rounding is as large, the threshold is ten times as high.
@@ -184,6 +185,27 @@ class LossChecks:
         params = cast(params, self.problem.compute_dtype)
         out, after = self.problem.loss_and_state(params, model_state, batch, key)
         return jnp.sum(wide(out.sum if isinstance(out, Loss) else out)), after
+
+
+def has_constraints(problem: Problem, state: TrainState, batch: PyTree) -> bool:
+    """Return whether the loss holds sharding constraints. `state` and `batch` are abstract."""
+    loss = anywhere(problem.loss_and_state)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    traced = jax.make_jaxpr(loss)(
+        jax.eval_shape(lambda p: cast(p, problem.compute_dtype), state.params),
+        state.model_state,
+        batch,
+        key,
+    )
+
+    def holds(jaxpr: Jaxpr) -> bool:
+        return any(
+            one.primitive.name == "sharding_constraint"
+            or any(map(holds, jaxprs_in_params(one.params)))
+            for one in jaxpr.eqns
+        )
+
+    return holds(traced.jaxpr)
 
 
 def unlike_halves(rows: PyTree, half: int) -> list[PyTree]:

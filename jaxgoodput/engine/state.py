@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 from jaxgoodput._pytree import one_vector, static, struct
-from jaxgoodput.optim.adaptive import NoiseReadout, Number
+from jaxgoodput.optim.adaptation import NoiseReadout, Number
 from jaxgoodput.parallel.strategy import Layout
 
 Leaf = Any  # an array; or a shape, sharding or flag in trees of those

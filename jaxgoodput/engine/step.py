@@ -40,8 +40,8 @@ from jaxgoodput.engine.state import (
     split,
     wide,
 )
-from jaxgoodput.optim import adaptive as adaptation
-from jaxgoodput.optim import noise
+from jaxgoodput.optim import adaptation, noise
+from jaxgoodput.optim.adaptive import AdaptiveOptimizer
 from jaxgoodput.optim.preconditioner import MomentConstants
 from jaxgoodput.parallel.partition import path_name
 from jaxgoodput.parallel.strategy import anywhere
@@ -65,7 +65,7 @@ class Problem:
     loss_and_state: LossAndState
     """Function from parameters, model state, a batch and a key to the loss and the new model state. The loss
     is per sample `[batch]`, a `Loss` or a scalar mean."""
-    tx: adaptation.AdaptiveOptimizer
+    tx: AdaptiveOptimizer
     """Optimizer."""
     base_batch_size: int
     """Batch size that the learning rate was tuned for."""

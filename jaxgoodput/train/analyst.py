@@ -21,7 +21,7 @@ from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe import hooks as hooking
 from jaxgoodput.observe.events import Event, FitEnd, StepEnd, TuneEnd
-from jaxgoodput.train.compile_ahead import StrategyCompiler
+from jaxgoodput.train.compile_ahead import CompilationStarter, StrategyCompiler
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import DEPTH, Control, Requests
 from jaxgoodput.train.reporter import Reporter, WindowInputs
@@ -30,8 +30,7 @@ from jaxgoodput.tune.batch import tune
 from jaxgoodput.tune.cadence import FIRST_CADENCE, NoiseCadence
 from jaxgoodput.tune.due import VerdictTimer
 from jaxgoodput.tune.evidence import Evidence
-from jaxgoodput.tune.exploring import Explorer
-from jaxgoodput.tune.payoff import RunLength, strategies_pay
+from jaxgoodput.tune.payoff import RunLength
 from jaxgoodput.tune.remembered import BatchHistory, ProgramMemory
 from jaxgoodput.tune.timings import (
     FeedingTimes,
@@ -81,9 +80,8 @@ class Analyst:
         self._requests = requests
         self._clock = clock
         self._adapt = adapt
-        self._compile_s = compile_s
-        self._explores = config.compiles_behind and config.policy == "goodput"
-        self._explorer = Explorer(compile_s, clock.now())
+        explores = config.compiles_behind and config.policy == "goodput"
+        self._compiling = CompilationStarter(strategies, compile_s, clock.now(), explores=explores)
         self._length = RunLength(
             base_steps=config.base_steps,
             epochs=config.epochs,
@@ -219,7 +217,7 @@ class Analyst:
         )
         self._learn_noise(result)
         self._learn_time(result, is_changed=is_changed)
-        self._explorer.stepped(ticket.began_s, self._table, is_busy=ticket.busy)
+        self._compiling.stepped(ticket.began_s, self._table, is_busy=ticket.busy)
         if metrics.is_finite:
             self._evidence.add(ticket.config, ticket.samples, metrics.loss, ticket.num_samples)
         self._reporter.add(result)
@@ -266,42 +264,18 @@ class Analyst:
             self._evidence.review(self._noise_scale(metrics.noise.cautious))
         # Compiling is considered at every step at first, while most time is left, and then with every
         # verdict.
-        if is_due or self._due.is_warming_up:
-            self._start_compiling(metrics, step)
+        if self._compiling.is_open and (is_due or self._due.is_warming_up):
+            self._compiling.consider(
+                self._situation(step),
+                self._table,
+                strategy=self._current.strategy,
+                now_s=self._clock.now(),
+                of_all=self._adapt and is_known,
+            )
         if is_due:
             # Until the answer is handled: the tuner is free earlier, but another verdict would not know of
             # it.
             self._due.is_judging = self._tuner.ask(self._situation(step))
-
-    def _start_compiling(self, metrics: StepMetrics[float], step: int) -> None:
-        """Start compiling another size, or all strategies, in the background if that is expected to pay."""
-        if not self._explores:
-            return
-        situation, strategies = self._situation(step), self._strategies
-        if self._adapt and metrics.noise.is_known and strategies.num_strategies > 1:
-            price = {"compile_s": self._compile_s, "num_strategies": strategies.num_strategies}
-            if strategies_pay(situation, **price):
-                strategies.start()
-                self._explores = False  # all sizes are compiled, too
-                return
-        sizes = strategies.sizes(self._current.strategy)
-        settled = strategies.settled(self._current.strategy)
-        alone = strategies.compiles_one_by_one
-        found = self._explorer.next(
-            situation,
-            sizes,
-            settled,
-            self._table,
-            now_s=self._clock.now(),
-            num_compiled=1 if alone else max(len(sizes) - len(settled), 1),
-        )
-        if found is None:
-            return
-        if alone:
-            strategies.compile_next(found.size)
-        else:
-            strategies.start()
-            self._explores = False
 
     def _follow_schedule(self, step: int) -> bool:
         """Change to the batch that the user's schedule asks for; return whether a change was posted.

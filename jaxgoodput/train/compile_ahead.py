@@ -20,8 +20,11 @@ from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.parallel.move import MoveDoesNotFit
 from jaxgoodput.parallel.partition import CannotDivide
 from jaxgoodput.train.compile_sizes import SizeCompiler
+from jaxgoodput.tune.exploring import Explorer
+from jaxgoodput.tune.payoff import strategies_pay
 from jaxgoodput.tune.plan import BatchPlan, Indivisible
-from jaxgoodput.tune.verdict import StrategyOption
+from jaxgoodput.tune.timings import TimingTable
+from jaxgoodput.tune.verdict import Situation, StrategyOption
 
 # Assumed bytes per second of a move before one has been measured: a modest memory or link.
 ASSUMED_BYTES_PER_S = 1e9
@@ -350,3 +353,55 @@ class StrategyCompiler:
             engine.rehearse(size, accumulate=plan.accumulate)
             engine.rehearse_measuring(size)
         return size
+
+
+class CompilationStarter:
+    """Starts compiling another size, or all strategies, in the background if that is expected to pay.
+
+    `compile_s` is how long compiling one size takes, and `began_s` the time of the run's first step. Nothing
+    is started unless the run `explores`.
+    """
+
+    def __init__(
+        self, strategies: StrategyCompiler, compile_s: float, began_s: float, *, explores: bool
+    ):
+        self.is_open = explores
+        """Whether there is anything left to start."""
+        self._strategies = strategies
+        self._compile_s = compile_s
+        self._explorer = Explorer(compile_s, began_s)
+
+    def stepped(self, began_s: float, table: TimingTable, *, is_busy: bool) -> None:
+        """Note that a step is done, which began at `began_s`, beside a compilation if `is_busy`."""
+        self._explorer.stepped(began_s, table, is_busy=is_busy)
+
+    def consider(
+        self,
+        situation: Situation,
+        table: TimingTable,
+        *,
+        strategy: str,
+        now_s: float,
+        of_all: bool,
+    ) -> None:
+        """Start compiling another size of the strategy in use if it pays, or all strategies if `of_all`."""
+        strategies = self._strategies
+        if of_all and strategies.num_strategies > 1:
+            price = {"compile_s": self._compile_s, "num_strategies": strategies.num_strategies}
+            if strategies_pay(situation, **price):
+                strategies.start()
+                self.is_open = False  # all sizes are compiled, too
+                return
+        sizes, settled = strategies.sizes(strategy), strategies.settled(strategy)
+        alone = strategies.compiles_one_by_one
+        num_compiled = 1 if alone else max(len(sizes) - len(settled), 1)
+        found = self._explorer.next(
+            situation, sizes, settled, table, now_s=now_s, num_compiled=num_compiled
+        )
+        if found is None:
+            return
+        if alone:
+            strategies.compile_next(found.size)
+        else:
+            strategies.start()
+            self.is_open = False

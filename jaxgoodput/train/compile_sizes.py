@@ -17,7 +17,7 @@ from absl import logging
 
 from jaxgoodput._worker import Worker
 from jaxgoodput.engine.engine import Engine
-from jaxgoodput.engine.programs import Program
+from jaxgoodput.engine.programs.program import Program
 from jaxgoodput.goodput.memory import StepBytes, largest_that_fits
 
 _UNMEASURED = (

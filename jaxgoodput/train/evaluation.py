@@ -23,7 +23,7 @@ from jaxgoodput.data.readers import Attempts, Readers, Reading
 from jaxgoodput.data.rows import held_rows, narrow, parts_of, put_rows
 from jaxgoodput.data.sources import Source, abstract_sample
 from jaxgoodput.engine.memory import StepBytes, step_bytes
-from jaxgoodput.engine.programs import Program
+from jaxgoodput.engine.programs.program import Program
 from jaxgoodput.engine.state import TrainState, cast
 from jaxgoodput.parallel.strategy import DATA_AXIS, REPLICA_AXES, Layout, in_mesh
 

@@ -8,8 +8,6 @@ batch have an object each (`duties/`).
 """
 
 import dataclasses
-import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,7 +17,6 @@ from absl import logging
 from jaxtyping import Array
 
 from jaxgoodput._fields import serial
-from jaxgoodput._jax import looks_for
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.loader import StepBatch
 from jaxgoodput.engine.state import StepMetrics, TrainState, host_copy
@@ -35,7 +32,6 @@ from jaxgoodput.observe.events import (
 from jaxgoodput.train.analyst import Analyst
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import (
-    DEPTH,
     Control,
     Diverged,
     Due,
@@ -48,14 +44,16 @@ from jaxgoodput.train.control import (
 from jaxgoodput.train.duties.certifying import Certifier
 from jaxgoodput.train.duties.evaluating import Evaluations
 from jaxgoodput.train.duties.reading import BatchReader
+from jaxgoodput.train.duties.refusals import Refusals
 from jaxgoodput.train.duties.saving import Saver
 from jaxgoodput.train.duties.switching import BatchSwitcher
+from jaxgoodput.train.in_flight import StepsInFlight
 from jaxgoodput.train.prepare import PreparedRun
 from jaxgoodput.train.process import Compilations
 from jaxgoodput.train.runs.membership import Regroup
 from jaxgoodput.train.runs.processes import peer_lost
 from jaxgoodput.train.task import Task
-from jaxgoodput.train.watcher import StepResult, Ticket, Watcher
+from jaxgoodput.train.watcher import StepResult, Watcher
 from jaxgoodput.tune.tuner import Tuner
 
 
@@ -105,22 +103,18 @@ class Loop:
         self.clock = clock
         self._due = due
         self._ending = Ending()
-        self._num_untimed = (
-            DEPTH  # steps whose times say nothing: the first ones, and after a change
-        )
         self._began_s = clock.now()  # set again at the first step
         self.watcher = Watcher(self._read, self._on_result, clock)
         self.analyst = _analyst_of(self, self._hook_failed, tuner)
-        self._every = self.analyst.statistics_every  # steps between two measurements of the noise
-        # The last step of each of the newest dispatches, and the last one whose result was looked at.
-        self._dispatched: deque[int] = deque([self.now.step], maxlen=DEPTH)
-        self._settled_to = self.now.step
+        self.now.statistics_every = self.analyst.statistics_every
+        self._in_flight = StepsInFlight(start, requests, self.watcher)
         given = (start, config, self.analyst, ledger, clock)
         self._reader = BatchReader(*given)
         self._switcher = BatchSwitcher(*given)
         self._evaluations = Evaluations(*given, summarize=task.summarize)
         certifier = Certifier(start, requests)
         self._saver = Saver(*given, done=lambda: self.done, certifier=certifier)
+        self._refusals = Refusals(start, config, ledger, self._saver)
 
     # -- what others ask of it -------------------------------------------------------------------
 
@@ -277,8 +271,8 @@ class Loop:
                         break
                     with jax.profiler.StepTraceAnnotation("train", step_num=self.now.step + 1):
                         self._dispatch(batch)
-            for step in range(self._settled_to + 1, self.now.step + 1):
-                self.now.look_at(self.watcher.result(step))
+            for result in self._in_flight.rest():
+                self.now.look_at(result)
             if not has_data and not self._ending.is_early:
                 self._reader.tell_end()
             return not self._ending.is_early and self._evaluate()
@@ -286,33 +280,12 @@ class Loop:
             self.now.expects_steps = False
 
     def _settled(self) -> StepResult | None:
-        """Return the newest result that every process has by now: of the dispatch before the one in flight.
-
-        None if there is no new one.
-        """
-        newest, wanted = (
-            None,
-            self._dispatched[0] if len(self._dispatched) == DEPTH else self._settled_to,
-        )
-        for step in range(self._settled_to + 1, wanted + 1):
-            newest = self._checked(self.watcher.result(step))
-            self._settled_to = step
+        """Return the newest result that every process has by now, after a look at each; None without one."""
+        newest = None
+        for newest in self._in_flight.settled():
+            self.now.look_at(newest)
+            self._refusals.check(newest)
         return newest
-
-    def _checked(self, result: StepResult) -> StepResult:
-        """Return a result that may be built upon; raises if too many updates in a row were refused."""
-        wanted = result.ticket.step
-        self.now.look_at(result)
-        _require_finite(result)
-        in_a_row = result.metrics.skipped_in_a_row
-        if in_a_row >= self.config.max_skipped_in_a_row:
-            self._saver.certify()  # an update before them may have been applied and not been good
-            why, remedy = _refusal(result.metrics.weight)
-            raise self._saver.diverged(
-                f"{in_a_row} updates in a row {why}, the last at step {wanted}. None of them was applied.",
-                f"Of the last update, {_fault(result)}. {remedy}",
-            )
-        return result
 
     def _obey(self, result: StepResult | None) -> bool:
         """Carry out the requests that take effect now, such as a save; return False to end the loop."""
@@ -357,19 +330,18 @@ class Loop:
         if control.show:
             self._show()
         if control.statistics_every:
-            self._every = control.statistics_every
+            self.now.statistics_every = control.statistics_every
         batch = control.batch_after(self.now.batch)
         if batch is not None and self._switcher.take_up(batch):
-            self._num_untimed = 1
+            self._in_flight.has_changed()
 
     def _is_complete(self) -> bool:
         """Whether `base_steps` are done. If the steps in flight may do the rest, wait for them."""
         total, progress = self.config.base_steps, self.now.progress
         if total is None:
             return False
-        in_flight = self.now.step - self.now.progress_step
-        most = max(self.now.batch.global_batch_size / self.config.batch.base, 1) * in_flight
-        if progress < total <= progress + most:
+        num_unseen, most = self._unseen()
+        if progress < total <= progress + most * num_unseen:
             progress = self.watcher.result(self.now.step, keep=True).metrics.progress
         return progress >= total
 
@@ -386,12 +358,17 @@ class Loop:
         That is one that measures the noise, or after which a save, an evaluation or the end may be due.
         """
         now, total = self.now, self.config.base_steps
-        most = max(now.batch.global_batch_size / self.config.batch.base, 1)  # base steps of a step
+        num_unseen, most = self._unseen()
         left = self._due.progress_left(now.progress)
         if total is not None:
             left = min(left, total - now.progress)
-        unseen = now.step - now.progress_step
-        return int(min(-now.step % self._every, max(left / most - unseen - 1, 0)))
+        return int(min(-now.step % now.statistics_every, max(left / most - num_unseen - 1, 0)))
+
+    def _unseen(self) -> tuple[int, float]:
+        """Return how many steps' progress is not known yet, and the most base steps that each is worth."""
+        now = self.now
+        most = max(now.batch.global_batch_size / self.config.batch.base, 1)
+        return now.step - now.progress_step, most
 
     def _dispatch(self, batch: StepBatch) -> None:
         """Start a step, or a block of steps. Alone, nothing here waits for a device."""
@@ -401,48 +378,24 @@ class Loop:
         measured = self._is_measured(batch)
         done = self.kind.dispatch(now, batch, measured=measured)
         now.state = done.state
-        begun_at, samples = now.step, now.samples
         now.step += batch.count
-        self._dispatched.append(now.step)
         now.samples += batch.num_samples
         now.cursor, now.stream = batch.after, self.start.loader.stream
         now.is_changing = False
-        is_steady = self._num_untimed <= 0 and self.compilations.num == num_compiled
-        timed = is_steady and batch.is_whole
-        self._num_untimed -= 1
-        is_busy = self.start.strategies.is_busy
-        self.kind.stepped(now.step, timed=timed and not is_busy)
-        cursors, size = self.start.loader.cursors_in(batch), batch.num_samples // batch.count
-        self.watcher.submit(
-            *(
-                Ticket(
-                    step=begun_at + i,
-                    config=batch.config,
-                    measured=measured,
-                    # A step that waits for its batch takes as long as reading it does.
-                    began_s=dispatched_s - batch.wait_s,
-                    timed=timed,
-                    busy=is_busy,
-                    num_samples=size,
-                    samples=samples + i * size,
-                    num_batches_taken=self.requests.num_batches_taken,
-                    before=cursors[i - 1],
-                    after=cursors[i],
-                    metrics=done.metrics,
-                    accumulated=done.accumulated,
-                    reduced=done.reduced,
-                )
-                for i in range(1, batch.count + 1)
-            )
-        )
+        is_steady = self._in_flight.is_steady and self.compilations.num == num_compiled
+        about = {"timed": is_steady and batch.is_whole, "busy": self.start.strategies.is_busy}
+        self.kind.stepped(now.step, timed=about["timed"] and not about["busy"])
+        # A step that waits for its batch takes as long as reading it does.
+        began_s = dispatched_s - batch.wait_s
+        self._in_flight.add(batch, done, measured=measured, began_s=began_s, **about)
         self._saver.certifier.stepped(batch.count)
 
     def _is_measured(self, batch: StepBatch) -> bool:
         """Return whether this step measures gradient noise.
 
         A step of several micro-batches or leased parts, or beside other groups of devices, always does. One
-        micro-batch alone is measured in one step of `self._every`, and only if its batch is whole and the
-        program for it is compiled.
+        micro-batch alone is measured in one step of `statistics_every`, and only if its batch is whole and
+        the program for it is compiled.
         """
         if batch.count > 1:
             return False  # none of its steps is one that measures
@@ -453,7 +406,7 @@ class Loop:
         if not self.kind.decisions.can_measure(batch.config):
             return False  # what it takes is being compiled
         # The step's number decides, so that a resumed run measures at the steps of an uninterrupted one.
-        return self.now.step % self._every == 0
+        return self.now.step % self.now.statistics_every == 0
 
     # -- what the loop does besides stepping -----------------------------------------------------
 
@@ -545,17 +498,7 @@ class Loop:
         return self.now.engine.read_all(metrics)
 
     def _on_result(self, result: StepResult) -> None:
-        if not result.metrics.is_finite:
-            self.ledger.add("skipped_steps", max(result.parts.step_s, 0.0))
-            if (
-                result.metrics.skipped_in_a_row == 1 and self.start.is_chief
-            ):  # once for a row of them
-                logging.warning(
-                    "step %d was not applied: %s. Its batch: %s.",
-                    result.ticket.step,
-                    _fault(result),
-                    _samples_of(result),
-                )
+        self._refusals.note(result)
         self.analyst.result(result)
 
 
@@ -585,62 +528,6 @@ def _analyst_of(
     if start.restored is not None:  # what this run has measured itself takes precedence
         analyst.restore(start.restored.timings, start.restored.statistics_every)
     return analyst
-
-
-def _fault(result: StepResult) -> str:
-    """Return what was wrong with a refused step, as far as its numbers tell."""
-    found = result.metrics
-    if found.weight == 0:
-        return "its samples have no weight"
-    if found.weight < 0:
-        return "a sample's weight is negative"
-    if not math.isfinite(found.loss):
-        return f"its loss is {found.loss}"
-    if not math.isfinite(found.grad_norm):
-        return f"its loss is {found.loss:.6g}, and its gradient is not finite"
-    return "loss and gradient are finite, and its update or the model state is not"
-
-
-def _samples_of(result: StepResult) -> str:
-    """Return which samples a step was computed from."""
-    ticket = result.ticket
-    place = f"place {ticket.before.offset} of epoch {ticket.before.epoch}"
-    return f"{ticket.num_samples} samples from {place} on"
-
-
-def _require_finite(result: StepResult) -> None:
-    """Raise FloatingPointError for a refused update if JAX's switches look for NaN or infinity.
-
-    JAX itself looks at the results of an executable's first call only.
-    """
-    # A batch without weight is passed over as without the switch.
-    if result.metrics.is_finite or result.metrics.weight <= 0:
-        return
-    if switch := looks_for():
-        raise FloatingPointError(
-            f"{switch} is set, and step {result.ticket.step} was not applied: {_fault(result)}. Its "
-            f"batch: {_samples_of(result)}. Call your functions on these samples outside of fit, under "
-            "jax.jit, and JAX names the operation."
-        )
-
-
-def _refusal(weight: float) -> tuple[str, str]:
-    """Return why an update of this weight was refused, and what to do."""
-    if weight == 0:
-        return "had samples of weight 0 only", (
-            "There is nothing to learn from them. Check what `Loss.weight` is computed from, such as a mask "
-            "of tokens that leaves none."
-        )
-    if weight < 0:
-        return "had samples of negative weight", (
-            "A weight says how much a sample counts, and is 0 or more. To train away from samples, change "
-            "the sign of their loss, not of their weight."
-        )
-    return "had a loss, gradient, update or model state that is not finite", (
-        "Lower the learning rate, clip gradients, or look at the samples of these steps (the data cursor "
-        "is in the checkpoint). If the loss is finite, look at the schedule and the optimizer, or at what "
-        "loss_and_state returns as the new state."
-    )
 
 
 def _named(error: BaseException) -> str:

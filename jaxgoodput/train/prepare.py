@@ -29,7 +29,7 @@ from jaxgoodput.observe import journal
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.console import Console
 from jaxgoodput.observe.dashboard.tensorboard import Dashboard
-from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.optim import adaptation
 from jaxgoodput.parallel.place import Place
 from jaxgoodput.train.checkpoints.meta import CheckpointMeta
 from jaxgoodput.train.checkpoints.retention import require_best

@@ -17,7 +17,7 @@ from jaxgoodput.engine.state import StepMetrics
 from jaxgoodput.goodput.efficiency import efficiency, noise_scale
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import Event, StepEnd, Window
-from jaxgoodput.optim.adaptive import NoiseReadout
+from jaxgoodput.optim.adaptation import NoiseReadout
 from jaxgoodput.train.config import Reporting
 from jaxgoodput.train.watcher import StepResult
 from jaxgoodput.tune.evidence import Stretch

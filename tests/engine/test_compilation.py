@@ -166,7 +166,7 @@ def collectives(text):
 
 def test_accumulation_holds_no_collective(deep_engine):
     for first in (True, False):
-        text = deep_engine.text(
+        text = deep_engine.compiled.text(
             deep_engine.programs.accumulate, deep_engine.shape(SIZE), first=first
         )
         assert "HloModule" in text and collectives(text) == []
@@ -175,13 +175,13 @@ def test_accumulation_holds_no_collective(deep_engine):
 def test_a_step_is_one_all_reduce_with_statistics_or_without(deep_engine):
     programs, shape = deep_engine.programs, deep_engine.shape(SIZE)
     for measure in (False, True):
-        text = deep_engine.text(programs.step, shape, measure=measure)
+        text = deep_engine.compiled.text(programs.step, shape, measure=measure)
         assert collectives(text) == ["all-reduce"]
-    assert collectives(deep_engine.text(programs.step_after, shape)) == ["all-reduce"]
+    assert collectives(deep_engine.compiled.text(programs.step_after, shape)) == ["all-reduce"]
 
 
 def flops(engine, measure, size=SIZE):
-    return engine.cost(engine.programs.step, engine.shape(size), measure=measure)["flops"]
+    return engine.compiled.cost(engine.programs.step, engine.shape(size), measure=measure)["flops"]
 
 
 def test_statistics_cost_at_most_a_hundredth_of_the_flops(deep_engine):

@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxgoodput.engine.state import Loss
-from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.optim import adaptation
 from jaxgoodput.parallel.strategy import Strategy
 
 TOTAL = 48

@@ -13,7 +13,7 @@ import pytest
 
 import jaxgoodput as jg
 from jaxgoodput._jax import listen_for_compilations
-from jaxgoodput.engine.programs import SampleShape
+from jaxgoodput.engine.programs.program import SampleShape
 from jaxgoodput.engine.state import Sums
 from jaxgoodput.parallel.strategy import Strategy
 

@@ -20,7 +20,7 @@ def test_every_program_is_lowered_for_other_platforms(platform, strategy):
     engine = engines.make(strategy=strategy, tx=optax.adamw(0.1), preconditioned=True)
     programs, shape = engine.programs, engine.shape(2)
     every = [
-        programs.init(),
+        programs.fresh.init(),
         programs.begin(),
         programs.update(),
         programs.step_after(shape),

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jaxgoodput.engine.state import Loss
-from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.optim import adaptation
 from jaxgoodput.parallel.strategy import Strategy
 
 DIM, LENGTH, BASE = 64, 3, 16

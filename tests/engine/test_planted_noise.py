@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jaxgoodput as jg
-from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.optim import adaptation
 from jaxgoodput.parallel.strategy import Strategy
 
 DIM, SPREAD, STEPS = 2048, 3.0, 150

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxgoodput.engine.programs import GlobalPrograms, SeparatePrograms
+from jaxgoodput.engine.programs.families import GlobalPrograms, SeparatePrograms
 from jaxgoodput.engine.traces import Traces
 from jaxgoodput.parallel.strategy import Strategy
 

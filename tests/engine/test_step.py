@@ -26,7 +26,7 @@ from engines import (
 
 from jaxgoodput.engine import step as pure
 from jaxgoodput.engine.state import Loss, StepMetrics, Variables, combine, split
-from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.optim import adaptation
 from jaxgoodput.optim import learning_rate as rules
 
 # -- not finite --------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from exact_rows import Row
 import jaxgoodput as jg
 from jaxgoodput.data.cursor import Cursor, take
 from jaxgoodput.engine.state import split
-from jaxgoodput.optim import adaptive
+from jaxgoodput.optim import adaptation
 from jaxgoodput.train.loop import Loop
 
 TOLERANCE = 1e-5
@@ -125,7 +125,7 @@ class Recording(Loop):
 
     def _dispatch(self, batch: Any) -> None:
         super()._dispatch(batch)
-        own = adaptive.find(self.now.state.opt_state)
+        own = adaptation.find(self.now.state.opt_state)
         done, rest, gains = jax.device_get((own.progress, own.progress_rest, own.gain))
         tx: Any = self.now.engine.problem.tx
         of_leaf = tx.init.__self__._factors_of(self._trained())[1]

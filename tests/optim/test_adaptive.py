@@ -13,10 +13,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxgoodput.goodput.efficiency import GradGroups, efficiency
-from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.optim import adaptation, noise
 from jaxgoodput.optim import learning_rate as rules
-from jaxgoodput.optim import noise
-from jaxgoodput.optim.adaptive import find
+from jaxgoodput.optim.adaptation import find
+from jaxgoodput.optim.adaptive import adaptive
 
 BASE = 8
 LABELS = {"a": "first", "b": {"c": "second"}}
@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 def wrap(tx, rule=rules.adascale, **options) -> Any:
     options = {"keeps_fresh": False, **options}
-    return adaptation.adaptive(tx, rule, base_batch_size=BASE, **options)
+    return adaptive(tx, rule, base_batch_size=BASE, **options)
 
 
 def gradients(step, scale=1.0) -> Any:
@@ -224,7 +224,7 @@ def test_progress_loses_no_increment_in_a_long_run():
 
 
 def test_whole_progress_is_exact_between_floats():
-    whole = jax.jit(adaptation._whole)
+    whole = jax.jit(adaptation.whole)
     assert int(whole(jnp.float32(2.0**25), jnp.float32(1.0))) == 2**25 + 1
     assert int(whole(jnp.float32(5.0), jnp.float32(-1e-9))) == 4
     assert int(whole(jnp.float32(5.5), jnp.float32(0.25))) == 5
@@ -368,7 +368,7 @@ def test_a_decision_made_apart_gives_the_same_update():
 
 def test_mistakes_are_named():
     with pytest.raises(ValueError, match="base_batch_size must be positive, got 0"):
-        adaptation.adaptive(optax.sgd(0.1), rules.none, base_batch_size=0)
+        adaptive(optax.sgd(0.1), rules.none, base_batch_size=0)
     with pytest.raises(ValueError, match="max_gain_growth must be above 1"):
         wrap(optax.sgd(0.1), max_gain_growth=0.9)
     with pytest.raises(ValueError, match="holds 0 AdaptiveStates"):

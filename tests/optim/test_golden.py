@@ -12,9 +12,9 @@ import optax
 import pytest
 
 from jaxgoodput.goodput.efficiency import GradParams, gain
-from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.optim import adaptation, noise
 from jaxgoodput.optim import learning_rate as rules
-from jaxgoodput.optim import noise
+from jaxgoodput.optim.adaptive import adaptive
 
 LABELS = ["first", "second"]
 SUGGESTED = 1e-9  # the README's tolerance; its Adam scenarios allow 1e-6
@@ -49,7 +49,7 @@ def replay(scenario, rtol):
     params = [jnp.zeros(shape) for shape in shapes]
     is_adam = scenario["optimizer"].startswith("Adam")
     rule = rules.adam_scale if is_adam else rules.adascale
-    tx: Any = adaptation.adaptive(
+    tx: Any = adaptive(
         optax.scale_by_adam(b2=0.99) if is_adam else optax.sgd(0.1),
         rule,
         base_batch_size=base,

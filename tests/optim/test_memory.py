@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from jaxgoodput.goodput.efficiency import GradGroups
 from jaxgoodput.optim import memory
-from jaxgoodput.optim.adaptive import adaptive, with_noise_held
+from jaxgoodput.optim.adaptation import with_noise_held
+from jaxgoodput.optim.adaptive import adaptive
 from jaxgoodput.optim.learning_rate import adam_scale
 from jaxgoodput.optim.probe import Probe
 

@@ -15,9 +15,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from jaxgoodput.goodput.efficiency import GradGroups, gain
-from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.optim import adaptation
 from jaxgoodput.optim import learning_rate as rules
-from jaxgoodput.optim.adaptive import adaptive, with_noise_held
+from jaxgoodput.optim.adaptation import with_noise_held
+from jaxgoodput.optim.adaptive import _Adaptive, adaptive
 from jaxgoodput.optim.noise import NoiseSample
 from jaxgoodput.optim.traced import UnsupportedOptimizer, clocks_of, traced_update
 from jaxgoodput.optim.treatment import treatment_of
@@ -318,7 +319,7 @@ def mixed():
 
 
 def bare(treatment):
-    return adaptation._Adaptive(
+    return _Adaptive(
         tx=treatment.tx,
         rule=treatment.rule,
         base_batch_size=BASE,

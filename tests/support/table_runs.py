@@ -14,7 +14,7 @@ from jaxgoodput.data.cursor import take
 from jaxgoodput.embedding.hashing import initial_values
 from jaxgoodput.embedding.table import Lookup
 from jaxgoodput.engine.engine import Engines
-from jaxgoodput.engine.rows import WithRows
+from jaxgoodput.engine.programs.rows import WithRows
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.parallel.strategy import Strategy
 from jaxgoodput.train.start.problem import problem_of

@@ -11,7 +11,7 @@ from jaxgoodput.engine.chips import Arithmetic
 from jaxgoodput.engine.state import StepMetrics
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe.hooks import Hook
-from jaxgoodput.optim.adaptive import NoiseReadout
+from jaxgoodput.optim.adaptation import NoiseReadout
 from jaxgoodput.train.analyst import Analyst
 from jaxgoodput.train.compile_ahead import StrategyCompiler
 from jaxgoodput.train.control import Requests
@@ -31,6 +31,7 @@ class OneStrategy(StrategyCompiler):
 
     def __init__(self, stage, limits):
         self.stage, self.allowed = stage, limits
+        self.settled_everywhere = None
 
     @property
     def num_strategies(self):
@@ -41,6 +42,9 @@ class OneStrategy(StrategyCompiler):
 
     def sizes(self, strategy):
         return SIZES
+
+    def settled(self, strategy):
+        return SIZES  # there is nothing left to compile
 
     def ready(self, strategy):
         return self.stage.ready

@@ -13,7 +13,7 @@ import pytest
 from problems import NUM_SAMPLES, InStep, Mean, Recorder, config, rows
 
 import jaxgoodput as jg
-from jaxgoodput.engine.programs import SampleShape
+from jaxgoodput.engine.programs.program import SampleShape
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import StepEnd, TuneEnd, Window
 from jaxgoodput.train.control import DEPTH

@@ -12,7 +12,7 @@ from problems import Mean, config, rows
 
 from jaxgoodput.engine.engine import Engines
 from jaxgoodput.goodput.search import BatchLimits
-from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.optim import adaptation
 from jaxgoodput.parallel.strategy import Strategy
 from jaxgoodput.train.start.problem import problem_of
 from jaxgoodput.train.trainer import Trainer

@@ -14,9 +14,12 @@ from absl import logging
 from problems import AtOnce, InStep, Mean, Recorder, config, rows, same
 
 from jaxgoodput._jax import listen_for_compilations
+from jaxgoodput.goodput.efficiency import GradGroups
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe.events import FitStart, StepEnd, TuneEnd
-from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.optim import adaptation
+from jaxgoodput.optim.adaptive import adaptive
+from jaxgoodput.optim.noise import NoiseSample
 from jaxgoodput.tune.remembered import FOLDER, Memory, ProgramMemory
 from jaxgoodput.tune.timings import Parts
 
@@ -294,19 +297,17 @@ def test_readers_find_whole_files_while_several_write(tmp_path):
 
 
 def test_noise_taken_on_trust_gives_way_to_what_is_measured():
-    tx = adaptation.adaptive(optax.sgd(0.1), lambda *_: 1.0, base_batch_size=4)
+    tx = adaptive(optax.sgd(0.1), lambda *_: 1.0, base_batch_size=4)
     params = {"a": np.zeros(3, np.float32), "b": np.zeros(2, np.float32)}
     state = tx.init(params)
-    grad = jax.tree.map(
-        np.asarray, adaptation.GradGroups(sqr=np.array([1.0, 2.0]), var=np.array([3.0, 8.0]))
-    )
+    grad = jax.tree.map(np.asarray, GradGroups(sqr=np.array([1.0, 2.0]), var=np.array([3.0, 8.0])))
     held = adaptation.with_noise_held(state, grad)
     told = adaptation.grad_groups(held)
     np.testing.assert_allclose(told.sqr, grad.sqr)
     np.testing.assert_allclose(told.var, grad.var)
     assert adaptation.readout(held).newest_samples == 0
 
-    sample = adaptation.NoiseSample(
+    sample = NoiseSample(
         small_sqr=jnp.array([5.0, 5.0]),
         large_sqr=jnp.array([3.0, 3.0]),
         num_groups=2,

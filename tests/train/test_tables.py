@@ -28,7 +28,7 @@ from table_runs import (
 
 import jaxgoodput as jg
 from jaxgoodput.embedding.store import RowStore, read_manifest
-from jaxgoodput.engine.rows import WithRows, as_seen
+from jaxgoodput.engine.programs.rows import WithRows, as_seen
 from jaxgoodput.observe import hooks
 from jaxgoodput.observe.events import EvalEnd, FitStart, StepEnd, Window
 from jaxgoodput.optim.noise import leaf_groups, squared_norms

@@ -9,7 +9,7 @@ from absl import logging
 
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.loader import StepBatch
-from jaxgoodput.engine.programs import Program
+from jaxgoodput.engine.programs.program import Program
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.events import ReadsRetried

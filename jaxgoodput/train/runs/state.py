@@ -32,6 +32,8 @@ class RunState:
     """The place behind the last step's samples; the loader may be ahead of it."""
     stream: StreamState | None
     """The same place in a data set that is a stream."""
+    statistics_every: int = 1
+    """Steps between two measurements of the gradient noise."""
     evaluated: tuple[int, Mapping[str, float]] = field(default_factory=lambda: (-1, {}))
     """The newest evaluation: its step and its metrics."""
     is_changing: bool = False

@@ -15,7 +15,7 @@ from jaxgoodput.engine.engine import Engine
 from jaxgoodput.engine.state import TrainState
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.observe.badput import TimeLedger
-from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.optim import adaptation
 from jaxgoodput.train.start.plans import RunSetup
 from jaxgoodput.tune.plan import BatchPlan
 from jaxgoodput.tune.remembered import Memory, ProgramMemory

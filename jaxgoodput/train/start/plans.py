@@ -12,7 +12,7 @@ from absl import logging
 from jaxgoodput._jax import keeps_priorities
 from jaxgoodput.engine import memory
 from jaxgoodput.engine.engine import Engine, Engines
-from jaxgoodput.engine.programs import PRIORITIES
+from jaxgoodput.engine.programs.program import PRIORITIES
 from jaxgoodput.engine.state import TrainState
 from jaxgoodput.engine.traces import Traces
 from jaxgoodput.goodput.memory import StepBytes, TooLarge

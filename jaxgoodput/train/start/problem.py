@@ -16,11 +16,11 @@ from jaxgoodput._jax import trying
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.readers import Attempts
 from jaxgoodput.data.sources import Source, abstract_sample, as_source, is_endless
-from jaxgoodput.engine.rows import as_seen
+from jaxgoodput.engine.programs.rows import as_seen
 from jaxgoodput.engine.state import SownState, Variables, split
 from jaxgoodput.engine.step import LossAndState, Problem, moving
 from jaxgoodput.engine.traces import Traces
-from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.optim.adaptive import adaptive
 from jaxgoodput.optim.treatment import Treatment, treatment_of
 from jaxgoodput.parallel.partition import leaves_by_name
 from jaxgoodput.parallel.place import Place
@@ -117,7 +117,7 @@ def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None 
         init=task.init,
         loss_and_state=loss_and_state,
         takes_mask=takes_mask,
-        tx=adaptation.adaptive(
+        tx=adaptive(
             tables.optimizer(treatment.tx),
             treatment.rule,
             base_batch_size=config.batch.base,

@@ -16,8 +16,9 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxgoodput.engine.engine import Engine
-from jaxgoodput.engine.programs import Program, Programs
-from jaxgoodput.engine.rows import RowPrograms
+from jaxgoodput.engine.programs.families import Programs
+from jaxgoodput.engine.programs.program import Program
+from jaxgoodput.engine.programs.rows import RowPrograms
 from jaxgoodput.engine.state import TrainState, host_copy, split
 from jaxgoodput.engine.step import SMALL
 from jaxgoodput.parallel.strategy import Layout

@@ -18,7 +18,7 @@ from jaxgoodput.data.loader import Loader
 from jaxgoodput.data.sources import Source, StreamSource
 from jaxgoodput.embedding.plan import Table
 from jaxgoodput.embedding.table import TieredTable
-from jaxgoodput.engine.rows import WithRows, rows_apart, with_tables
+from jaxgoodput.engine.programs.rows import WithRows, rows_apart, with_tables
 from jaxgoodput.engine.step import Problem
 from jaxgoodput.parallel.place import Place
 from jaxgoodput.train.config import Config

@@ -27,7 +27,7 @@ from jaxgoodput.embedding.peers import Peers
 from jaxgoodput.embedding.pipeline import Pipeline, PlacedBatch
 from jaxgoodput.embedding.table import TieredTable
 from jaxgoodput.engine.engine import Engine
-from jaxgoodput.engine.rows import WithRows
+from jaxgoodput.engine.programs.rows import WithRows
 from jaxgoodput.engine.state import TrainState, Work
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.parallel.place import Place

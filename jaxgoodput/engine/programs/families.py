@@ -1,136 +1,35 @@
-"""The programs of an engine: for each, a pure function, what it donates, and abstract arguments.
-
-`accumulate` adds a micro-batch; `step` is the fused step of one micro-batch, with or without a noise sample;
-`step_after` fuses the last of several micro-batches with the update. These are made for micro-batches of one
-shape. Independent of a shape are `init`, `begin`, `zeros` (a throw-away state), `reduce`, `spread` (reduced
-sums back in partial form) and `update`.
-
-A loss runs in one of two ways. *separate* (`SeparatePrograms`): every replica holds the whole model and
-computes its own gradient, so `accumulate` needs no collective, and in a batch of one micro-batch every
-replica is a noise group. *global* (`GlobalPrograms`): the loss of all rows of a micro-batch runs under plain
-`jit` with the mesh set. The compiler partitions it as the parameters and the model's own constraints say. A
-micro-batch is then one noise group; to measure noise, a step also takes the gradient of a part of its rows.
-The update sees whole values in both.
-
-`Engines` chooses the family once for each layout. An engine then asks its programs what differs between
-families: what to compile, how to reduce, what to hand to a program besides the batch.
-"""
+"""Families of programs: how the loss of a micro-batch runs on a layout, and what a step makes of it."""
 
 import abc
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree
 
-from jaxgoodput._jax import looks_for, set_priorities
+from jaxgoodput._jax import looks_for
 from jaxgoodput.engine import step as pure
+from jaxgoodput.engine.programs.fresh import FreshStates
+from jaxgoodput.engine.programs.keyless import Keyless
+from jaxgoodput.engine.programs.program import Program, SampleShape, shardings_of
+from jaxgoodput.engine.programs.row_comparison import RowComparison
 from jaxgoodput.engine.state import StepMetrics, Sums, TrainState, cast, split
 from jaxgoodput.engine.traces import Traces
 from jaxgoodput.optim.noise import leaf_groups
 from jaxgoodput.parallel import partition as rules
-from jaxgoodput.parallel.strategy import (
-    DATA_AXIS,
-    FSDP_AXIS,
-    MODEL_AXES,
-    UNCUT,
-    Layout,
-    anywhere,
-    in_mesh,
-)
+from jaxgoodput.parallel.strategy import DATA_AXIS, UNCUT, Layout, in_mesh
 
 T = TypeVar("T")
 Trees = Sequence[PyTree]
 
-# The order in which the partitioner follows shardings: batches first (their rows are cut over DATA_AXIS),
-# then parameters.
-PRIORITIES = {axis: 1 for axis in MODEL_AXES} | {FSDP_AXIS: 2}
 ROWS = PartitionSpec(DATA_AXIS)
 WHOLE = PartitionSpec()
-# How many rows of a replica are compared with the others: about 16, at most every fourth, at least every
-# sixteenth. If gradients are normal, two groups of any sizes estimate the noise equally well, and a few rows
-# cost little; with fewer than these, single outliers would dominate.
-PART_ROWS, STRIDES = 16, (4, 16)
-
-
-@dataclass(frozen=True)
-class SampleShape:
-    """What a micro-batch looks like: samples per replica, and the shapes and types of one sample.
-
-    >>> SampleShape.of(np.zeros((28, 28)), micro_batch_size=4).batch(8).shape
-    (8, 28, 28)
-    """
-
-    micro_batch_size: int
-    """Samples per replica."""
-    structure: Hashable
-    """Tree structure of one sample."""
-    leaves: tuple[tuple[tuple[int, ...], np.dtype], ...]
-    """Shape and type of each leaf of one sample."""
-
-    @classmethod
-    def of(cls, sample: PyTree, *, micro_batch_size: int) -> "SampleShape":
-        """Return the shape of micro-batches of `sample`, which is an array tree without a batch axis."""
-        leaves, structure = jax.tree.flatten(sample)
-        return cls(micro_batch_size, structure, tuple((tuple(x.shape), x.dtype) for x in leaves))
-
-    @classmethod
-    def of_batch(cls, batch: PyTree, *, micro_batch_size: int) -> "SampleShape":
-        """Return the shape of the micro-batches of `batch`, whose leaves have a leading axis."""
-        leaves, structure = jax.tree.flatten(batch)
-        found = tuple((tuple(x.shape[1:]), x.dtype) for x in leaves)
-        return cls(micro_batch_size, structure, found)
-
-    def batch(self, num_samples: int) -> PyTree:
-        """Return an abstract batch of `num_samples` samples, without shardings."""
-        made = [jax.ShapeDtypeStruct((num_samples, *shape), dtype) for shape, dtype in self.leaves]
-        return jax.tree.unflatten(self.structure, made)
-
-
-@dataclass(frozen=True)
-class Program:
-    """What `jax.jit` needs to know to compile an executable ahead."""
-
-    function: Callable[..., PyTree]
-    """Pure function to compile."""
-    donate: tuple[int, ...]
-    """Positions of the arguments that the program takes over."""
-    arguments: tuple[PyTree, ...]
-    """Abstract arguments, with shardings."""
-    out: PyTree
-    """Shardings of the results; may be a prefix of their tree."""
-
-    @cached_property
-    def traced(self) -> jax.stages.Traced:
-        """The program as JAX has traced it."""
-        jitted = jax.jit(self.function, donate_argnums=self.donate, out_shardings=self.out)
-        return jitted.trace(*self.arguments)
-
-    def lower(self, platform: str | None = None) -> jax.stages.Lowered:
-        """Lower the program so that the compiler follows the batch before it follows the parameters.
-
-        Otherwise every device may compute all samples on its part of the features and sum activations,
-        instead of gathering a layer: 5 times the bytes, for a transformer on fsdp 8. `platform`, such as
-        "cuda", lowers for other devices than the layout's; such a program can be inspected, but not compiled.
-        """
-        platforms = None if platform is None else (platform,)
-        lowered = self.traced.lower(lowering_platforms=platforms)
-        set_priorities(lowered, PRIORITIES, first=DATA_AXIS)
-        return lowered
-
-    def compile(self) -> jax.stages.Compiled:
-        """Compile the executable on this thread."""
-        return self.lower().compile()
-
-
 # Compiles a program, or returns the executable if there is one: `ProgramCache`.
 Compile = Callable[[Callable[[], Program]], Callable[..., Any]]
 
@@ -294,6 +193,16 @@ class Programs(abc.ABC):
         return self.param_specs.placed(self.state)
 
     @cached_property
+    def fresh(self) -> FreshStates:
+        """The programs that make a state, or its average, from nothing."""
+        return FreshStates(self.problem, self.layout, self.abstract_state())
+
+    @cached_property
+    def keyless(self) -> Keyless:
+        """The state without its key, as the fused steps take it."""
+        return Keyless(self.abstract_state(), self.layout.replicated)
+
+    @cached_property
     def abstract_work(self) -> tuple[PyTree, ...]:
         """(params, scale, model_state, key, step) of a batch that has begun, with shardings."""
         state = self.abstract_state()
@@ -397,7 +306,7 @@ class Programs(abc.ABC):
         return new if old is None else old.merged(new)
 
     @cached_property
-    def row_comparison(self) -> "RowComparison":
+    def row_comparison(self) -> RowComparison:
         """How a part of a micro-batch's rows is compared with all of them, to measure its noise."""
         return RowComparison(
             self._uncut_problem,
@@ -429,39 +338,6 @@ class Programs(abc.ABC):
 
     # -- programs without a shape ----------------------------------------------------------------
 
-    def init(self, given: tuple[str, ...] = ()) -> Program:
-        """Build the program from a key and the leaves named in `given`, which it takes over, to a state."""
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.layout.replicated)
-        state = self.abstract_state()
-        leaves = rules.leaves_by_name(state.variables)
-        # The model's own constraints hold in `init`, however the loss runs.
-        make = in_mesh(self.problem.init, self.layout.mesh.abstract_mesh, self.layout.strategy)
-        problem = dataclasses.replace(self.problem, init=make)
-
-        def run(key: Array, *values: Array) -> TrainState:
-            return pure.init_state(problem, key, dict(zip(given, values, strict=True)))
-
-        arguments = (key, *(leaves[name] for name in given))
-        return Program(run, tuple(range(1, len(arguments))), arguments, shardings_of(state))
-
-    def average(self) -> Program:
-        """Build the program from parameters to an average that starts at them."""
-        state = self.abstract_state()
-        run = partial(pure.first_average, self.problem)
-        return Program(run, (), (state.params,), shardings_of(state.ema))
-
-    def zeros(self) -> Program:
-        """Build the program that makes a throw-away state of zeros."""
-
-        def zero(s: jax.ShapeDtypeStruct) -> Array:
-            if jnp.issubdtype(s.dtype, jax.dtypes.prng_key):
-                return jnp.broadcast_to(jax.random.key(0), s.shape)
-            return jnp.zeros(s.shape, s.dtype)
-
-        out = shardings_of(self.abstract_state())
-        return Program(lambda: jax.tree.map(zero, self.state), (), (), out)
-
     def begin(self) -> Program:
         """Build the program from (params, opt_state) to a batch's (params, scale).
 
@@ -473,14 +349,12 @@ class Programs(abc.ABC):
 
     def update(self) -> Program:
         """Build the program from (state, reduced sums) to (state, packed metrics); donates the state."""
-        state = self.abstract_state()
 
         def run(state: TrainState, total: Sums) -> tuple[TrainState, Array]:
             state, metrics = self._update(state, total, measure=True)
             return state, metrics.packed()
 
-        out = (shardings_of(state), self.layout.replicated)
-        return Program(run, (0,), (state, self.reduced_sums()), out)
+        return Program(run, (0,), (self.abstract_state(), self.reduced_sums()), self._out())
 
     def _begin(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         # The masters themselves are not returned: an output would be a copy of them.
@@ -521,20 +395,17 @@ class Programs(abc.ABC):
     def step(self, shape: SampleShape, *, measure: bool) -> Program:
         """Build the step of one micro-batch: (state, key, batch, mask, control) to (state, packed metrics).
 
-        Donates the state, which has no key: see `keyless`. Without `measure` it takes no noise sample and
+        Donates the state, which has no key (`Keyless`). Without `measure` it takes no noise sample and
         saves a pass over the gradient.
         """
 
-        def run(state: TrainState, key: Array, *inputs: PyTree):
-            state = self.with_key(state, key)
+        def run(state: TrainState, *inputs: PyTree):
             total = self._fused(state, inputs, None, measure=measure)
             state, metrics = self._update(state, total, measure=measure)
-            return dataclasses.replace(state, key=None), self._packed(metrics, inputs)
+            return state, self._packed(metrics, inputs)
 
-        state, key = self.keyless()
         inputs = (*self.abstract_batch(shape), *self.abstract_control())
-        out = (shardings_of(state), self.layout.replicated)
-        return Program(run, (0,), (state, key, *inputs), out)
+        return self.keyless.program(run, (0,), inputs, (self.layout.replicated,))
 
     def steps(self, shape: SampleShape, *, count: int) -> Program:
         """Build `count` steps of one micro-batch each, without noise samples, for one dispatch.
@@ -544,43 +415,21 @@ class Programs(abc.ABC):
         time of one step, each step as it is alone, and takes less time than as many copies of the step.
         """
 
-        def run(state: TrainState, key: Array, batch: PyTree, mask: Array, *numbers: Array):
+        def run(state: TrainState, batch: PyTree, mask: Array, *numbers: Array):
+            key = state.key
+
             def one(state: TrainState, rows: Trees) -> tuple[TrainState, Array]:
-                state, inputs = self.with_key(state, key), (*rows, *numbers)
+                state, inputs = dataclasses.replace(state, key=key), (*rows, *numbers)
                 total = self._fused(state, inputs, None, measure=False)
                 state, metrics = self._update(state, total, measure=False)
                 return dataclasses.replace(state, key=None), self._packed(metrics, inputs)
 
             rows = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), (batch, mask))
-            return jax.lax.scan(one, state, rows)
+            return jax.lax.scan(one, dataclasses.replace(state, key=None), rows)
 
-        state, key = self.keyless()
         size = count * shape.micro_batch_size
         inputs = self.abstract_batch(dataclasses.replace(shape, micro_batch_size=size))
-        out = (shardings_of(state), self.layout.replicated)
-        return Program(run, (0,), (state, key, *inputs), out)
-
-    def keyless(self) -> tuple[TrainState, jax.ShapeDtypeStruct]:
-        """Return the abstract state without its key, and the key's data.
-
-        No step changes the key. As a typed key it would keep JAX from dispatching a program from C++, which
-        costs the host several times as much.
-        """
-        state = self.abstract_state()
-        data = jax.eval_shape(jax.random.key_data, self.state.key)
-        key = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=self.layout.replicated)
-        return dataclasses.replace(state, key=None), key
-
-    def with_key(self, state: TrainState, data: Array) -> TrainState:
-        """Return the state of `keyless` with its key, inside a program."""
-        return dataclasses.replace(state, key=jax.random.wrap_key_data(data, impl=self._key_impl))
-
-    @cached_property
-    def _key_impl(self) -> Any:
-        found = []
-        # JAX says it of keys, concrete ones or inside a trace, but not of their types.
-        jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), self.state.key)
-        return found[0]
+        return self.keyless.program(run, (0,), inputs, (self.layout.replicated,))
 
     def step_after(self, shape: SampleShape) -> Program:
         """Build the last micro-batch after others, fused with the update; donates the state.
@@ -617,62 +466,6 @@ class Programs(abc.ABC):
         """Return the metrics as one vector, followed by the sum of all control vectors."""
         control = [jnp.sum(rows, axis=0) for rows in self._split(inputs)[1]]
         return jnp.concatenate([metrics.packed(), *control])
-
-
-class RowComparison:
-    """Measures gradient noise in one micro-batch, by comparing a part of its rows with all of them.
-
-    `state` and `rows`, a batch of two, are abstract. `couples` says that the samples of a micro-batch must be
-    computed together.
-    """
-
-    def __init__(
-        self,
-        problem: pure.Problem,
-        layout: Layout,
-        *,
-        state: TrainState,
-        rows: PyTree,
-        couples: bool,
-    ):
-        self.problem = problem
-        self.layout = layout
-        self.state = state
-        self.rows = rows
-        self.couples = couples
-
-    def is_possible(self, micro_batch_size: int) -> bool:
-        """Return whether one micro-batch, of this many samples per replica, gives a noise sample."""
-        if self.problem.from_norm_layers or self._is_apart(micro_batch_size):
-            return True
-        return self._can_leave_out and self.layout.num_replicas * micro_batch_size > 1
-
-    def choose(self, batch: PyTree, mask: Array) -> tuple[tuple[PyTree, Array], Array | None]:
-        """Return a part of every replica's rows on its own, or all rows and a mask of the part."""
-        replicas = self.layout.num_replicas
-        rows = len(mask) // replicas
-        if not self._is_apart(rows):
-            return (batch, mask), (jnp.arange(len(mask)) % 2 == 0).astype(mask.dtype)
-        stride = min(max(rows // PART_ROWS, STRIDES[0]), STRIDES[1])
-
-        def some(x: Array) -> Array:  # a stride and not the first rows, because they may be sorted
-            part = x.reshape(replicas, rows, *x.shape[1:])[:, ::stride]
-            return part.reshape(-1, *x.shape[1:])
-
-        return jax.tree.map(some, (batch, mask)), None
-
-    @cached_property
-    def _can_leave_out(self) -> bool:
-        return pure.loss_kind(self.problem, self.state, self.rows, 2) == "sample"
-
-    def _is_apart(self, micro_batch_size: int) -> bool:
-        """Return whether the part may be computed on its own, which costs least."""
-        if self.layout.strategy.stage > 1:  # a pipeline needs rows for all its stages
-            return False
-        # In a model with mutable state, such as BatchNorm, results depend on which rows come together.
-        coupled = self.couples or jax.tree.leaves(self.state.model_state)
-        whole = coupled and self._can_leave_out
-        return micro_batch_size > 1 and not whole
 
 
 class GlobalPrograms(Programs):
@@ -831,28 +624,6 @@ class SeparatePrograms(Programs):
         return sums.reduced(add_others, add_others)
 
 
-def has_constraints(problem: pure.Problem, state: TrainState, shape: SampleShape) -> bool:
-    """Return whether the loss holds sharding constraints. `state` is abstract."""
-    loss = anywhere(problem.loss_and_state)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    batch = shape.batch(shape.micro_batch_size)
-    traced = jax.make_jaxpr(loss)(
-        jax.eval_shape(lambda p: cast(p, problem.compute_dtype), state.params),
-        state.model_state,
-        batch,
-        key,
-    )
-
-    def holds(jaxpr: Jaxpr) -> bool:
-        return any(
-            one.primitive.name == "sharding_constraint"
-            or any(map(holds, jaxprs_in_params(one.params)))
-            for one in jaxpr.eqns
-        )
-
-    return holds(traced.jaxpr)
-
-
 def control_rows(layout: Layout, size: int, control: np.ndarray | None) -> Array:
     """Return a row per device: this process's vector on its first device, zeros on the others."""
     devices = list(layout.mesh.devices.flat)
@@ -865,11 +636,6 @@ def control_rows(layout: Layout, size: int, control: np.ndarray | None) -> Array
 
 def _placed(tree: PyTree, sharding: NamedSharding) -> PyTree:
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tree)
-
-
-def shardings_of(tree: PyTree) -> PyTree:
-    """Return the shardings of a tree's leaves."""
-    return jax.tree.map(lambda x: x.sharding, tree)
 
 
 def first_row(tree: PyTree) -> PyTree:

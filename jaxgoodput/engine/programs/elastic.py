@@ -22,21 +22,19 @@ from jaxtyping import Array, PyTree
 
 from jaxgoodput._jax import looks_for
 from jaxgoodput.engine import step as pure
-from jaxgoodput.engine.programs import (
+from jaxgoodput.engine.programs.families import (
     ROWS,
     WHOLE,
     Compile,
     GlobalPrograms,
-    Program,
     Programs,
-    SampleShape,
     SeparatePrograms,
     Trees,
     as_row,
     control_rows,
     first_row,
-    shardings_of,
 )
+from jaxgoodput.engine.programs.program import Program, SampleShape, shardings_of
 from jaxgoodput.engine.state import StepMetrics, Sums, TrainState
 from jaxgoodput.parallel.place import DEVICE_AXIS, GROUP_AXIS
 from jaxgoodput.parallel.strategy import Layout

@@ -27,9 +27,11 @@ from jaxgoodput.embedding.rows import EMBEDDING
 from jaxgoodput.embedding.step import read_rows, write_rows
 from jaxgoodput.embedding.table import Lookup
 from jaxgoodput.engine import step as pure
-from jaxgoodput.engine.programs import GlobalPrograms, Program, SampleShape, shardings_of
+from jaxgoodput.engine.programs.families import GlobalPrograms
+from jaxgoodput.engine.programs.program import Program, SampleShape
 from jaxgoodput.engine.state import StepMetrics, Sums, TrainState, cast, split
-from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.optim import adaptation
+from jaxgoodput.optim.adaptive import AdaptiveOptimizer
 from jaxgoodput.optim.noise import leaf_groups
 from jaxgoodput.parallel.strategy import Layout
 
@@ -126,7 +128,7 @@ def with_tables(problem: pure.Problem, tables: Mapping[str, Table]) -> RowProble
         return tx.init(together)
 
     given["loss_and_state"] = loss_and_state
-    given["tx"] = adaptation.AdaptiveOptimizer.of(init, tx.update, tx.decide)
+    given["tx"] = AdaptiveOptimizer.of(init, tx.update, tx.decide)
     return RowProblem(**given, tables=tables)
 
 
@@ -206,8 +208,7 @@ class RowPrograms(GlobalPrograms):
         It goes from (state, key, slots, lookups, batch, mask, control) to (state, slots, packed metrics).
         """
 
-        def run(state: TrainState, key: Array, slots: Any, lookups: Any, *inputs: PyTree):
-            state = self.with_key(state, key)
+        def run(state: TrainState, slots: Any, lookups: Any, *inputs: PyTree):
             rows = self._read(slots, lookups)
             problem = self._knowing(rows, lookups)
             begun = self._begun(problem, state, rows, measure=measure)
@@ -221,17 +222,12 @@ class RowPrograms(GlobalPrograms):
             state, slots, metrics = self._changed(
                 problem, state, slots, lookups, rows, total, measure
             )
-            return dataclasses.replace(state, key=None), slots, self._packed(metrics, inputs)
+            return state, slots, self._packed(metrics, inputs)
 
-        (state, key), slots = self.keyless(), self.abstract_slots()
-        inputs = (*self.abstract_batch(shape), *self.abstract_control())
-        arguments = (state, key, slots, self.abstract_lookups(shape), *inputs)
-        out = (
-            shardings_of(state),
-            dict.fromkeys(slots, self.layout.replicated),
-            self.layout.replicated,
-        )
-        return Program(run, (0, 2), arguments, out)
+        slots, whole = self.abstract_slots(), self.layout.replicated
+        batch = (*self.abstract_batch(shape), *self.abstract_control())
+        inputs = (slots, self.abstract_lookups(shape), *batch)
+        return self.keyless.program(run, (0, 2), inputs, (dict.fromkeys(slots, whole), whole))
 
     # -- inside a program --------------------------------------------------------------------------
 
