@@ -261,7 +261,7 @@ def test_other_sizes_are_compiled_where_the_time_left_can_repay_it(tmp_path, bas
     noise = rows(offset=0.0)
     trainer = Mean(settings, data=noise, hooks=[seen], devices=devices(8), loop=Noted)
     trainer.fit()
-    assert len(starts) == compiles
+    assert set(starts) == ({8} if compiles else set())
 
 
 @pytest.mark.slow
