@@ -367,7 +367,7 @@ class Loop:
     def _unseen(self) -> tuple[int, float]:
         """Return how many steps' progress is not known yet, and the most base steps that each is worth."""
         now = self.now
-        most = max(now.batch.global_batch_size / self.config.batch.base, 1)
+        most = max(now.batch.global_batch_size / self.config.batch.base, 1.0)
         return now.step - now.progress_step, most
 
     def _dispatch(self, batch: StepBatch) -> None:
