@@ -333,13 +333,9 @@ class Engine:
             self.compile_program(program)
 
     def compile_s(self, size: Size) -> float:
-        """Return the seconds that compiling a size took, or will take if it is only compiled in part."""
+        """Return the seconds that compiling a step of this size took, 0 if it was not compiled."""
         training = self.training_programs(size, accumulate=False)
-        known = [self.compiled.seconds(p) or 0.0 for p in training]
-        for program in self.measuring_programs(size):
-            # A program that measures has about twice as many operations as one that does not.
-            known.append(self.compiled.seconds(program) or 2 * sum(known))
-        return sum(known)
+        return sum(self.compiled.seconds(program) or 0.0 for program in training)
 
     def compile_batches(self, plans: Sequence[tuple[Layout, Size]]) -> None:
         """Compile and plan what batches need that begin and are applied here.

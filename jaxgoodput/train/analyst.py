@@ -45,6 +45,7 @@ from jaxgoodput.tune.verdict import PROBE_STEPS, Caution, Situation, StrategyOpt
 # Assumed error of step times beside a compilation until it has been measured. On two cores such steps took up
 # to 2.3 times as long, so only a change that promises to double the goodput is believed.
 UNKNOWN_DOUBT = 1.0
+CONSIDER_EVERY = 16  # steps between two looks at whether compiling another size pays
 
 
 class Analyst:
@@ -217,7 +218,7 @@ class Analyst:
         )
         self._learn_noise(result)
         self._learn_time(result, is_changed=is_changed)
-        self._compiling.stepped(ticket.began_s, self._table, is_busy=ticket.busy)
+        self._compiling.stepped(ticket, self._table, is_trial=self._trials.is_running)
         if metrics.is_finite:
             self._evidence.add(ticket.config, ticket.samples, metrics.loss, ticket.num_samples)
         self._reporter.add(result)
@@ -262,9 +263,9 @@ class Analyst:
         if is_due:
             self._due.asked(now_s, step, is_known=is_known)
             self._evidence.review(self._noise_scale(metrics.noise.cautious))
-        # Compiling is considered at every step at first, while most time is left, and then with every
-        # verdict.
-        if self._compiling.is_open and (is_due or self._due.is_warming_up):
+        # At every step at first, while most time is left; it does not wait for the tuner.
+        is_time = is_due or self._due.is_warming_up or step % CONSIDER_EVERY == 0
+        if self._compiling.is_open and is_time:
             self._compiling.consider(
                 self._situation(step),
                 self._table,
@@ -387,6 +388,7 @@ class Analyst:
             floor=self._history.floor(current, samples, share_done),
             left_s=self._left_s(noise.cautious),
             step_s=self._timings.step_s(current),
+            outlook=self._compiling.outlook,
         )
 
     def _here(self) -> StrategyOption:

@@ -20,6 +20,7 @@ from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.parallel.move import MoveDoesNotFit
 from jaxgoodput.parallel.partition import CannotDivide
 from jaxgoodput.train.compile_sizes import SizeCompiler
+from jaxgoodput.train.watcher import Ticket
 from jaxgoodput.tune.exploring import Explorer
 from jaxgoodput.tune.payoff import strategies_pay
 from jaxgoodput.tune.plan import BatchPlan, Indivisible
@@ -150,6 +151,10 @@ class StrategyCompiler:
     def settled(self, strategy: str) -> tuple[int, ...]:
         """Return the sizes of a strategy that have been compiled or refused, or are about to be."""
         return self.compiler(strategy).settled
+
+    def adopt(self, config: BatchConfig) -> None:
+        """Prepare `config`, if it is in use, to measure the noise: it is no longer on trial."""
+        self.compiler(config.strategy).adopt(config.micro_batch_size)
 
     @property
     def compiles_one_by_one(self) -> bool:
@@ -370,10 +375,19 @@ class CompilationStarter:
         self._strategies = strategies
         self._compile_s = compile_s
         self._explorer = Explorer(compile_s, began_s)
+        self._adopted: BatchConfig | None = None
 
-    def stepped(self, began_s: float, table: TimingTable, *, is_busy: bool) -> None:
-        """Note that a step is done, which began at `began_s`, beside a compilation if `is_busy`."""
-        self._explorer.stepped(began_s, table, is_busy=is_busy)
+    @property
+    def outlook(self) -> str:
+        """What compiling another size costs and may bring, as a sentence; empty before it was considered."""
+        return self._explorer.outlook
+
+    def stepped(self, ticket: Ticket, table: TimingTable, *, is_trial: bool) -> None:
+        """Note that a step is done; `is_trial` says whether its batch is only tried."""
+        self._explorer.stepped(ticket.began_s, table, is_busy=ticket.busy)
+        if not is_trial and ticket.config != self._adopted:
+            self._adopted = ticket.config
+            self._strategies.adopt(ticket.config)
 
     def consider(
         self,

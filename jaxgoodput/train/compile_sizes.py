@@ -4,9 +4,9 @@ Sizes that the next change can reach come first, and among them the largest. A s
 rejects is never used, nor is any larger one. If memory allows, each size is also executed once on throw-away
 buffers, because the first execution is slow even of a compiled program.
 
-A size becomes ready once it has been through both, together with its program that measures the noise, if that
-fits. Only ready sizes are ever chosen, so the noise is measured from the first step of a new size on. If a
-size is requested before it is ready, its measuring program is compiled before anything else.
+A size becomes ready once it has been through both. Only ready sizes are ever chosen. The program that
+measures the noise takes twice as long to compile as the step itself, and most sizes are only tried: it is
+compiled before anything else once its size is adopted. If all sizes are compiled, theirs are too.
 """
 
 import math
@@ -60,9 +60,9 @@ class SizeCompiler:
 
     Call `near` with the size in use; the first time this must be one that the engine has compiled. Only sizes
     within two changes by a factor `reach` are queued, and more as the size in use moves. `start` begins to
-    compile them all, `compile_next` one of them. The order depends only on these calls, so it is the same in
-    all processes. Without
-    `background` there is no thread, and a missing program is compiled when it is needed.
+    compile them all, `compile_next` one of them, and `adopt` has the one in use measure the noise. The order
+    depends only on these calls, so it is the same in all processes. Without `background` there is no thread,
+    and a missing program is compiled when it is needed.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class SizeCompiler:
         # Guards everything below, and is notified of every change.
         self._changed = threading.Condition()
         self._current: int | None = None  # size in use
+        self._is_adopted = True  # whether it is more than tried
         self._num_allowed: float = (
             0  # queued sizes that may be compiled, in their order; infinite: all
         )
@@ -108,13 +109,19 @@ class SizeCompiler:
     def settled(self) -> tuple[int, ...]:
         """The sizes that have been compiled or refused, and the ones that are about to be."""
         with self._changed:
-            return tuple(self._order[: max(self._next, min(len(self._order), self._num_allowed))])
+            return tuple(self._order[: max(self._next, self._num_to_do())])
+
+    def _num_to_do(self) -> int:
+        """Return how many sizes may be compiled by now; the caller holds the lock."""
+        return int(min(len(self._order), self._num_allowed))
 
     def near(self, size: int) -> None:
         """Note that `size` is in use: queue the sizes around it, and prepare it to measure the noise."""
         with self._changed:
-            if not self._order:
+            is_first = not self._order
+            if is_first:
                 self._check_first(size)
+            self._is_adopted = is_first or size == self._current or not self._background
             self._current = size
             # First the sizes within reach of the next change, then the sizes within reach of two.
             for reach in (self._reach, self._reach**2):
@@ -130,6 +137,16 @@ class SizeCompiler:
             logging.warning(self._why_unmeasured(size), size)
         if missing is not None and not self._background:
             self._prepare_measuring(missing)
+
+    def adopt(self, size: int) -> None:
+        """Prepare the size in use to measure the noise: it is no longer on trial."""
+        with self._changed:
+            if size != self._current or self._is_adopted:
+                return
+            self._is_adopted = True
+            if self._to_measure() is not None:
+                self._run_worker()
+            self._changed.notify_all()
 
     def _check_first(self, size: int) -> None:
         """Note whether steps of the first size can measure the noise; the caller holds the lock."""
@@ -267,12 +284,13 @@ class SizeCompiler:
 
     def _is_waiting(self) -> bool:
         """Return whether anything is left for the thread to compile; the caller holds the lock."""
-        is_other = self._next < min(len(self._order), self._num_allowed)
+        is_other = self._next < self._num_to_do()
         return is_other or bool(self._urgent) or self._to_measure() is not None
 
     def _to_measure(self) -> int | None:
-        """Return the size in use if it cannot measure the noise yet; the caller holds the lock."""
-        return None if self._current in self._measurable else self._current
+        """Return the size in use if it cannot measure the noise yet but should; the caller holds the lock."""
+        can = self._current in self._measurable
+        return self._current if self._is_adopted and not can else None
 
     def _step(self) -> bool:
         """Compile what is most urgent, one thing per call; False if nothing is waiting.
@@ -357,7 +375,7 @@ class SizeCompiler:
         # A rehearsal holds a second copy of everything.
         if need.peak * 2 <= self._budget:
             engine.rehearse(size, accumulate=self._accumulate)
-        if size not in self._measurable:
+        if math.isinf(self._num_allowed) and size not in self._measurable:
             self._prepare_measuring(size)
         with self._changed:
             self._ready.append(size)

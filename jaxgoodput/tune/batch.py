@@ -241,6 +241,9 @@ def _asked(situation: Situation) -> float:
 def _already_best(situation: Situation, sizes: Sequence[int], now: float, at: str) -> str:
     """Explain why the incumbent stays, and name a batch out of reach that would merit a change."""
     here, limits, home = situation.here, situation.here.limits, situation.incumbent
+    if len(set(here.timed)) < 2:  # one step time says nothing about another batch's
+        also = situation.outlook and f"; {situation.outlook}"
+        return f"only {home.global_batch_size} samples have been timed ({at}){also}"
     what, also = "is the best batch", ""
     wide = _narrowed(limits, limits.smallest, limits.max, situation.accumulate)
     everything = sorted({*limits.ladder(here.placement.num_replicas), *sizes})

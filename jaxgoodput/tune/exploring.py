@@ -70,6 +70,8 @@ class Explorer:
 
     def __init__(self, compile_s: float, began_s: float):
         self.account = Account()
+        self.outlook = ""
+        """A sentence on what the next size costs and may bring, as last decided."""
         self._compile_s = compile_s
         self._began_s = began_s
         self._asked_s = math.nan  # when the compilation began that has not ended; NaN if none runs
@@ -93,13 +95,22 @@ class Explorer:
             return None
         found = next_size(situation, sizes, settled, table)
         if found is None:
+            self.outlook = "no other size promises enough to be compiled"
             return None
         price_s = num_compiled * self._compile_s * _delay(table)
         saving_s = situation.left_s * (1 - 1 / found.hope)
         passed_s = now_s - self._began_s
         left = {"passed_s": passed_s, "left_s": situation.left_s}
+        what = (
+            f"compiling micro-batches of {found.size} delays training by about {price_s:.2g} s and may save "
+            f"{saving_s:.2g} s"
+        )
         if not self.account.allows(price_s, saving_s=saving_s, **left):
+            self.outlook = (
+                f"{what}, which is too dear for the {situation.left_s:.2g} s that are left"
+            )
             return None
+        self.outlook = what
         self.account.spend(price_s, total_s=passed_s + situation.left_s)
         self._asked_s, self._charged_s = now_s, price_s
         return found

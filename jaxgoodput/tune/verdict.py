@@ -138,6 +138,8 @@ class Situation:
     """Seconds to the end of training at the present batch; NaN if unknown."""
     step_s: float = math.nan
     """Seconds of one step of the present configuration."""
+    outlook: str = ""
+    """A sentence on what compiling another size costs and may bring; empty before it was considered."""
 
     @property
     def current(self) -> BatchConfig:

@@ -46,6 +46,9 @@ class OneStrategy(StrategyCompiler):
     def settled(self, strategy):
         return SIZES  # there is nothing left to compile
 
+    def adopt(self, config):
+        pass
+
     def ready(self, strategy):
         return self.stage.ready
 

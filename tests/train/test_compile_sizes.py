@@ -128,7 +128,11 @@ def test_a_size_that_was_asked_for_measures_though_no_other_is_compiled():
     engine = Scripted()
     sizes = sizes_of(engine)
     sizes.near(4)
-    sizes.near(16)  # nobody has called `start`
+    sizes.near(16)  # `start` was not called
+    assert not sizes.is_busy, "a size on trial does not measure"
+    sizes.adopt(8)  # no longer in use
+    assert not sizes.is_busy
+    sizes.adopt(16)
     assert sizes.wait(WAIT_S) and sizes.can_measure(16)
     assert engine.compiled == engine.rehearsed == [("step_measured", 16)]
     sizes.near(4)
@@ -147,9 +151,26 @@ def test_measuring_the_size_in_use_comes_before_other_sizes():
     sizes.start()
     assert engine.entered.wait(WAIT_S)  # compiling 4
     sizes.near(2)
+    sizes.adopt(2)
     engine.may_go.set()
     assert sizes.wait(WAIT_S)
     assert engine.compiled[:2] == [("step", 4), ("step_measured", 2)]
+    sizes.close()
+
+
+def test_one_size_is_compiled_at_a_time_and_measures_once_it_is_adopted():
+    engine = Scripted()
+    sizes = sizes_of(engine)
+    sizes.near(4)
+    for size in (16, 2, 16):
+        sizes.compile_next(size)
+        assert sizes.wait(WAIT_S) and size in sizes.settled
+    assert sizes.ready() == sizes.settled == (4, 16, 2)
+    assert ("step_measured", 16) not in engine.compiled
+    sizes.near(16)
+    sizes.adopt(16)
+    assert sizes.wait(WAIT_S) and sizes.can_measure(16)
+    assert engine.compiled.count(("step_measured", 16)) == 1 and not sizes.can_measure(2)
     sizes.close()
 
 
