@@ -211,13 +211,13 @@ class SizeCompiler:
     def compile_next(self, size: int) -> None:
         """Compile one more size in the background. No other process may have to compile the same ones."""
         with self._changed:
-            # The size in use comes first: it is compiled, but was not rehearsed.
-            at = int(min(max(self._next, self._num_allowed, 1), len(self._order)))
-            if size in self._order[:at]:
-                return
-            self._order = [s for s in self._order if s != size]
-            self._order.insert(at, size)
-            self._num_allowed = at + 1
+            # The size in use comes first: its steps are compiled, but were not rehearsed.
+            at = max(self._next, self._num_to_do(), 1)
+            if size not in self._order[:at]:
+                self._order = [s for s in self._order if s != size]
+                self._order.insert(at, size)
+                at += 1
+            self._num_allowed = max(self._num_allowed, at)
             self._run_worker()
             self._changed.notify_all()
 

@@ -72,6 +72,7 @@ class StepsInFlight:
                     metrics=done.metrics,
                     accumulated=done.accumulated,
                     reduced=done.reduced,
+                    in_block=batch.count > 1,
                 )
                 for i in range(1, batch.count + 1)
             )

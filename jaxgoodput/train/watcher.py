@@ -41,6 +41,7 @@ class Ticket:
     # the clock's readings then.
     accumulated: Array | float | None = None
     reduced: Sums | Array | float | None = None
+    in_block: bool = False  # whether it was dispatched together with others
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from jaxgoodput.tune.verdict import PROBE_STEPS
 
+LEAST_S = 0.5  # between two verdicts for which nothing was waited
 CALM_STEPS = 8  # undisturbed steps after a compilation before their times are compared
 
 
@@ -86,7 +87,8 @@ class VerdictTimer:
         every_steps = self._every_steps
         if not (is_known and has_fit):
             every_steps = min(every_steps, self._warm_up_steps)
-        return now_s - self._asked_s >= self._every_s or since_asked >= every_steps
+        since_s = now_s - self._asked_s
+        return since_s >= self._every_s or (since_asked >= every_steps and since_s >= LEAST_S)
 
     def _must_wait(self, step: int) -> bool:
         """Return whether the tuner must not be asked yet: too early, busy, or a change is on its way."""

@@ -22,6 +22,7 @@ BORROWED = 0.03  # of the time that is left
 REPAID = 5.0  # times the price that a loan must be expected to save
 # Share of a compilation's seconds by which it delays the steps beside it, until that has been measured.
 ASSUMED_DELAY = 0.3
+SEVERAL = 0.9  # hope of several micro-batches, over one of as many samples
 
 
 @dataclass
@@ -151,6 +152,8 @@ def next_size(
         hopes = _modelled(situation, sizes, batches, hopes)
     else:
         hopes *= _correction(situation, sizes, batches, table)
+    # The root counts on small steps to leave the device idle, which several micro-batches do not change.
+    hopes[:, 1:] *= SEVERAL
     hopes = np.where(batches <= situation.largest, hopes, 0.0).max(axis=1)
     is_ready = np.isin(sizes, list(situation.here.ready))
     is_untried = is_ready & ~np.isin(sizes, [*situation.here.timed, current.micro_batch_size])

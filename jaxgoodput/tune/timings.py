@@ -26,6 +26,7 @@ from jaxgoodput.tune.verdict import StrategyOption
 KEEP = 48  # number of latest steps that a median is taken over
 MIN_COUNT = 3  # fewer steps make no median
 BUSY_WEIGHT = 0.1  # weight of a median of disturbed steps
+MOST_SAVED = 0.8  # share of a step alone that blocks are believed to save at another size
 
 
 @dataclass(frozen=True)
@@ -256,6 +257,9 @@ class StrategyTimings:
         self.num_nodes = num_nodes
         self.switches = SwitchCosts(book)
         self.fits: dict[str, PerfFit | None] = {}
+        self.saved_by_blocks_s = 0.0
+        """Seconds that a step in a block takes less than one alone, as last compared; 0 if unknown."""
+        self._in_blocks: set[BatchConfig] = set()
         self._tables: dict[str, TimingTable] = {}
         self._lock = threading.Lock()
 
@@ -264,10 +268,26 @@ class StrategyTimings:
         return self._tables.setdefault(strategy, TimingTable())
 
     def add(
-        self, config: BatchConfig, parts: Parts, step: int, *, measured: bool, busy: bool
+        self,
+        config: BatchConfig,
+        parts: Parts,
+        step: int,
+        *,
+        measured: bool,
+        busy: bool,
+        in_block: bool = False,
     ) -> None:
-        """Record one step of a configuration: see `TimingTable.add`."""
+        """Record one step of a configuration: see `TimingTable.add`.
+
+        `in_block` says that it was dispatched with others. A batch without blocks will have some if it is
+        adopted, so that what they have saved elsewhere is taken off its times.
+        """
         with self._lock:
+            if in_block:
+                self._in_blocks.add(config)
+            elif self.saved_by_blocks_s and config not in self._in_blocks:
+                saved_s = min(self.saved_by_blocks_s, MOST_SAVED * parts.step_s)
+                parts = dataclasses.replace(parts, step_s=parts.step_s - saved_s)
             self.table(config.strategy).add(
                 self.key(config, measured=measured), parts, step, busy=busy
             )

@@ -1,10 +1,10 @@
 """`Blocks`: has several steps dispatched at once while a step takes less than dispatching it.
 
 A block is read, put on the device, dispatched and waited for as one; each of its steps has its own result. A
-step that measures the noise, or at which something is due, is dispatched alone. So is every step while batch
-sizes are compared (`policy="goodput"`): a size that is being tried has no block yet, and would seem slower
-than it is. If the steps of blocks turn out to take longer than steps alone, as convolutions in a loop may on
-a CPU, no more blocks are dispatched.
+step that measures the noise, or at which something is due, is dispatched alone, and so is every step of a
+size on trial, which has no block yet. What blocks have saved at another size is therefore taken off its
+times, or it would seem slower than it will be. If the steps of blocks turn out to take longer than steps
+alone, as convolutions in a loop may on a CPU, no more blocks are dispatched.
 
 The compiler fuses a step in a loop in another way than one alone, so that results differ by rounding. When
 blocks begin depends on measured times. A run that nothing measured may change has no blocks
@@ -45,6 +45,8 @@ class Blocks:
     """Blocks so far."""
     _slower: set[BatchConfig] = field(default_factory=set)
     """Batches whose steps take longer in blocks."""
+    _compared: set[BatchConfig] = field(default_factory=set)
+    """Batches for which the times with and without blocks were compared."""
     _single: deque[StepBatch] = field(default_factory=deque)
     """Batches of a block that are handed out one by one."""
 
@@ -77,11 +79,10 @@ class Blocks:
         is_time = now.step % LOOK_EVERY < COUNT  # blocks may step over a multiple
         if now.engine.compiled.peek(program, count=COUNT) is not None:
             if not self._num_blocks[batch]:
-                self._alone_s[batch] = self.analyst.step_s(batch)
-            # The median is of the latest steps: by then mostly of blocks.
-            is_known = self._num_blocks[batch] * COUNT >= KEEP
-            if is_time and is_known and self.analyst.step_s(batch) > self._alone_s[batch]:
-                self._slower.add(batch)
+                # What blocks of other sizes have saved was taken off its times.
+                self._alone_s[batch] = self.analyst.step_s(batch) + self.analyst.saved_by_blocks_s
+            if is_time and self._num_blocks[batch] * COUNT >= KEEP:
+                self._compare(batch)
             return batch not in self._slower and self._left() >= COUNT
         if batch not in self._asked and is_time and self._pay(batch):
             self._asked.add(batch)
@@ -90,11 +91,20 @@ class Blocks:
             )
         return False
 
+    def _compare(self, batch: BatchConfig) -> None:
+        """Tell the analyst what blocks save, or give them up if they take longer."""
+        # The median is of the latest steps: by now mostly of blocks.
+        saved_s = self._alone_s[batch] - self.analyst.step_s(batch)
+        if saved_s < 0:
+            self._slower.add(batch)
+        if batch not in self._compared:
+            self._compared.add(batch)
+            self.analyst.blocks_save(max(saved_s, 0.0))
+
     def _are_possible(self, batch: BatchConfig) -> bool:
         start = self.start
         return (
-            self.config.policy != "goodput"
-            and self.may_round
+            self.may_round
             and start.run.runs_blocks
             and start.loader.can_read_blocks
             and batch.num_replicas == batch.num_micro_batches == 1
@@ -117,6 +127,6 @@ class Blocks:
         left, size = math.inf, now.batch.global_batch_size
         if start.total_samples is not None:
             left = float((start.total_samples - now.samples) // size)
-        if base_steps is not None:
-            left = min(left, base_steps - now.progress)
+        if base_steps is not None:  # a step is worth as many base steps at most
+            left = min(left, (base_steps - now.progress) * self.config.batch.base / size)
         return left
