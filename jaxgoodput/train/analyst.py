@@ -380,7 +380,7 @@ class Analyst:
             disturbed=self._due.is_disturbed,
             steps_since_change=self._due.steps_since_change(step),
             caution=self._caution(),
-            accumulate=self._config.accumulates,
+            accumulate=self._accumulates,
             statistics_every=self._cadence.wanted(
                 table,
                 self._timings.key(current, measured=False),
@@ -470,9 +470,14 @@ class Analyst:
     @property
     def _limits(self) -> BatchLimits:
         limits = self._strategies.limits(self._current.strategy)
-        if self._config.accumulates:
+        if self._accumulates:
             return limits
         return dataclasses.replace(limits, max_micro_batches=1)
+
+    @property
+    def _accumulates(self) -> bool:
+        """Whether a batch may consist of several micro-batches."""
+        return self._config.accumulates and self._strategies.accumulates(self._current.strategy)
 
     @property
     def _fit(self) -> PerfFit | None:

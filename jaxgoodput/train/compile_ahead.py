@@ -148,6 +148,10 @@ class StrategyCompiler:
             compilers, num_preparing = list(self._sizes.values()), self._num_preparing
         return num_preparing > 0 or any(compiler.is_busy for compiler in compilers)
 
+    def accumulates(self, strategy: str) -> bool:
+        """Return whether batches of several micro-batches may be chosen under a strategy."""
+        return self.compiler(strategy).accumulates
+
     def settled(self, strategy: str) -> tuple[int, ...]:
         """Return the sizes of a strategy that have been compiled or refused, or are about to be."""
         return self.compiler(strategy).settled
@@ -280,6 +284,7 @@ class StrategyCompiler:
             self._engines[plan.start.strategy],
             plan.sizes,
             accumulate=plan.accumulate,
+            covers=self._background and _covers(self._engines[plan.start.strategy], plan),
             budget=self._budget,
             reach=self._reach,
             background=self._background,
@@ -358,6 +363,12 @@ class StrategyCompiler:
             engine.rehearse(size, accumulate=plan.accumulate)
             engine.rehearse_measuring(size)
         return size
+
+
+def _covers(engine: Engine, plan: BatchPlan) -> bool:
+    """Return whether every batch of a plan is one micro-batch, in a run that compiles for itself alone."""
+    is_alone = not engine.spans and engine.world is None
+    return is_alone and max(plan.sizes) * plan.start.num_replicas >= plan.limits.max
 
 
 class CompilationStarter:

@@ -63,6 +63,9 @@ class SizeCompiler:
     compile them all, `compile_next` one of them, and `adopt` has the one in use measure the noise. The order
     depends only on these calls, so it is the same in all processes. Without `background` there is no thread,
     and a missing program is compiled when it is needed.
+
+    With `accumulate`, sizes are compiled for batches of several micro-batches, too, which takes four times as
+    long. If the sizes cover all batches (`covers`), that is left until one of them does not fit into memory.
     """
 
     def __init__(
@@ -71,13 +74,15 @@ class SizeCompiler:
         sizes: Sequence[int],
         *,
         accumulate: bool,
+        covers: bool = False,
         budget: int,
         reach: float = 4.0,
         background: bool = True,
     ):
         self._engine = engine
         self._sizes = tuple(sizes)
-        self._accumulate = accumulate
+        # Whether the programs of several micro-batches are compiled; None: not yet.
+        self._accumulate = None if accumulate and covers else accumulate
         self._budget = budget
         self._reach = reach
         self._background = background
@@ -104,6 +109,21 @@ class SizeCompiler:
         """Number of sizes queued so far, compiled or not."""
         with self._changed:
             return len(self._order)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether ready sizes may be used in batches of several micro-batches."""
+        with self._changed:
+            return bool(self._accumulate)
+
+    def _accumulate_from_now_on(self) -> None:
+        """Compile the ready sizes again, for several micro-batches: larger batches are made of them."""
+        with self._changed:
+            if self._accumulate is not None:
+                return
+            self._accumulate = True
+            self._ready.clear()
+            self._next = -1  # the size in hand ends, then all are tried from the first on
 
     @property
     def settled(self) -> tuple[int, ...]:
@@ -354,8 +374,8 @@ class SizeCompiler:
         engine = self._engine
         # Programs that all sizes share are compiled, too. If this is the first size that accumulates, nothing
         # else would, because it may be too large for a rehearsal.
-        shared = engine.shared_programs(accumulate=self._accumulate)
-        own = engine.training_programs(size, accumulate=self._accumulate)
+        shared = engine.shared_programs(accumulate=bool(self._accumulate))
+        own = engine.training_programs(size, accumulate=bool(self._accumulate))
         if not self._compile([*own, *shared]):
             return
         need = engine.bytes_of(size)
@@ -371,10 +391,11 @@ class SizeCompiler:
                 need.peak / 2**20,
                 self._budget / 2**20,
             )
+            self._accumulate_from_now_on()
             return
         # A rehearsal holds a second copy of everything.
         if need.peak * 2 <= self._budget:
-            engine.rehearse(size, accumulate=self._accumulate)
+            engine.rehearse(size, accumulate=bool(self._accumulate))
         if math.isinf(self._num_allowed) and size not in self._measurable:
             self._prepare_measuring(size)
         with self._changed:

@@ -49,6 +49,9 @@ class OneStrategy(StrategyCompiler):
     def adopt(self, config):
         pass
 
+    def accumulates(self, strategy):
+        return True
+
     def ready(self, strategy):
         return self.stage.ready
 

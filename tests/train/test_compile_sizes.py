@@ -80,8 +80,8 @@ class Scripted(Engine):
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
-def sizes_of(engine, *, budget=10**9, reach=1000.0, **kind):
-    return SizeCompiler(engine, SIZES, accumulate=False, budget=budget, reach=reach, **kind)
+def sizes_of(engine, *, accumulate=False, budget=10**9, reach=1000.0, **kind):
+    return SizeCompiler(engine, SIZES, accumulate=accumulate, budget=budget, reach=reach, **kind)
 
 
 @given(sizes=st.sets(st.integers(1, 100)), first=st.integers(1, 100))
@@ -171,6 +171,20 @@ def test_one_size_is_compiled_at_a_time_and_measures_once_it_is_adopted():
     sizes.adopt(16)
     assert sizes.wait(WAIT_S) and sizes.can_measure(16)
     assert engine.compiled.count(("step_measured", 16)) == 1 and not sizes.can_measure(2)
+    sizes.close()
+
+
+def test_sizes_that_cover_all_batches_accumulate_only_if_one_does_not_fit():
+    engine = Scripted()
+    sizes = sizes_of(engine, accumulate=True, covers=True, budget=200)
+    sizes.near(4)
+    sizes.compile_next(16)
+    assert sizes.wait(WAIT_S) and set(sizes.ready()) == {4, 16} and not sizes.accumulates
+    assert {name for name, _ in engine.compiled} == {"step"}
+    sizes.near(16)
+    sizes.compile_next(64)
+    assert sizes.wait(WAIT_S) and set(sizes.ready()) == {4, 16} and sizes.accumulates
+    assert {size for name, size in engine.compiled if name == "first"} == {4, 16}
     sizes.close()
 
 

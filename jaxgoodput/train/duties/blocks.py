@@ -84,7 +84,8 @@ class Blocks:
             if is_time and self._num_blocks[batch] * COUNT >= KEEP:
                 self._compare(batch)
             return batch not in self._slower and self._left() >= COUNT
-        if batch not in self._asked and is_time and self._pay(batch):
+        is_free = not self.start.strategies.is_busy  # another size to try may save more
+        if batch not in self._asked and is_time and is_free and self._pay(batch):
             self._asked.add(batch)
             self.start.strategies.compiler(batch.strategy).compile_soon(
                 [partial(program, count=COUNT)]
