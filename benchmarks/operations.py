@@ -18,6 +18,7 @@ from absl import app, flags
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("only", "", "One row, 'model:devices'.")
+flags.DEFINE_integer("devices", 0, "Only rows of this many devices; 0: all.")
 flags.DEFINE_bool("list", False, "Print how often each operation occurs.")
 flags.DEFINE_string("dump", "", "Folder to write the programs' texts to.")
 flags.DEFINE_bool("worker", False, "Internal: count one row and print it as JSON.")
@@ -120,6 +121,7 @@ def main(argv: list[str]) -> None:
     """Count the rows and print the table."""
     del argv
     chosen = [row for row in ROWS if FLAGS.only in ("", f"{row[0]}:{row[1]}")]
+    chosen = [row for row in chosen if FLAGS.devices in (0, row[1])]
     if FLAGS.worker:
         print(json.dumps(count(*chosen[0])))
         return
