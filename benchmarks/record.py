@@ -3,10 +3,12 @@
     python benchmarks/record.py fit            # runs benchmarks/fit.py, writes docs/measured/fit.json
     python benchmarks/record.py tables --only large
     python benchmarks/record.py fit --as fit-2 # writes docs/measured/fit-2.json
+    python benchmarks/record.py operations --as gpu --printed OUTPUT --on "one NVIDIA H200, jax 0.11.2"
     python docs/tables.py                                # draws README.md and docs/ anew
 
 A table in markdown becomes columns and rows; other output becomes text. The title is the first line of the
-benchmark's docstring. If the benchmark fails, nothing is written.
+benchmark's docstring. If the benchmark fails, nothing is written. `--printed` names a file with what a
+benchmark has printed elsewhere, and `--on` that machine.
 """
 
 import argparse
@@ -65,9 +67,8 @@ def machine() -> str:
     return f"{os.cpu_count()} cores ({model}), {versions}"
 
 
-def record(script: pathlib.Path, arguments: list[str], name: str) -> int:
-    """Run a benchmark, show what it prints, and keep it under `name`. Returns its exit code."""
-    load_before = os.getloadavg()[0]
+def run(script: pathlib.Path, arguments: list[str]) -> tuple[int, list[str]]:
+    """Run a benchmark and show what it prints. Returns its exit code, and the lines."""
     lines = []
     with subprocess.Popen(
         [sys.executable, str(script), *arguments], stdout=subprocess.PIPE, text=True
@@ -76,9 +77,13 @@ def record(script: pathlib.Path, arguments: list[str], name: str) -> int:
         for line in child.stdout:
             print(line, end="", flush=True)
             lines.append(line.rstrip("\n"))
-    if child.returncode:
-        print(f"{script.name} ended with code {child.returncode}: nothing was recorded")
-        return child.returncode
+    return child.returncode, lines
+
+
+def keep(
+    script: pathlib.Path, arguments: list[str], name: str, lines: Iterable[str], where: str
+) -> None:
+    """Keep what a benchmark has printed on the machine `where` under `name`."""
     said = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=HERE,
@@ -92,7 +97,7 @@ def record(script: pathlib.Path, arguments: list[str], name: str) -> int:
         .splitlines()[0]
         .rstrip("."),
         "command": shown,
-        "machine": f"{machine()}, load {load_before:.1f} at the start",
+        "machine": where,
         "revision": said.stdout.strip(),
         "measured": datetime.date.today().isoformat(),
         "tables": parsed(lines),
@@ -104,7 +109,6 @@ def record(script: pathlib.Path, arguments: list[str], name: str) -> int:
     print(
         f"wrote docs/measured/{path.name}; `python docs/tables.py` draws it into the documentation"
     )
-    return 0
 
 
 def main() -> int:
@@ -118,11 +122,27 @@ def main() -> int:
     parser.add_argument(
         "--as", dest="name", help="the name to record under (default: the benchmark's)"
     )
+    parser.add_argument(
+        "--printed", type=pathlib.Path, help="a file with what it printed elsewhere"
+    )
+    parser.add_argument("--on", default="", help="that machine, with jax's version")
     options, arguments = parser.parse_known_args()
     script = HERE / f"{options.benchmark}.py"
     if not script.is_file():
         parser.error(f"there is no benchmarks/{options.benchmark}.py")
-    return record(script, arguments, options.name or options.benchmark.replace("/", "-"))
+    if bool(options.printed) != bool(options.on):
+        parser.error("--printed and --on belong together: what was printed, and where")
+    name = options.name or options.benchmark.replace("/", "-")
+    if options.printed:
+        keep(script, arguments, name, options.printed.read_text().splitlines(), options.on)
+        return 0
+    where = f"{machine()}, load {os.getloadavg()[0]:.1f} at the start"
+    code, lines = run(script, arguments)
+    if code:
+        print(f"{script.name} ended with code {code}: nothing was recorded")
+        return code
+    keep(script, arguments, name, lines, where)
+    return 0
 
 
 if __name__ == "__main__":

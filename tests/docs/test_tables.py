@@ -1,7 +1,9 @@
 """The tables of README and docs are those of docs/measured/, and each of its files can be drawn."""
 
 import importlib.util
+import json
 import pathlib
+import sys
 
 import pytest
 
@@ -75,5 +77,22 @@ def test_a_benchmark_that_fails_leaves_the_record(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "MEASURED", tmp_path)
     monkeypatch.setattr(record, "HERE", tmp_path)
     (tmp_path / "fails.py").write_text("print('| a |')\nraise SystemExit(3)\n")
-    assert record.record(tmp_path / "fails.py", [], "fails") == 3
+    monkeypatch.setattr(sys, "argv", ["record.py", "fails"])
+    assert record.main() == 3
     assert not list(tmp_path.glob("*.json"))
+
+
+def test_what_was_printed_elsewhere_is_kept_with_its_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "MEASURED", tmp_path)
+    (tmp_path / "printed.txt").write_text("| a |\n|---|\n| 1 |\n")
+    elsewhere = ["--printed", str(tmp_path / "printed.txt"), "--on", "a GPU"]
+    monkeypatch.setattr(
+        sys, "argv", ["record.py", "fit", "--as", "gpu", *elsewhere, "--rounds", "7"]
+    )
+    assert record.main() == 0
+    kept = json.loads((tmp_path / "gpu.json").read_text())
+    assert kept["machine"] == "a GPU" and kept["command"].endswith("fit.py --rounds 7")
+    assert kept["tables"][0]["rows"] == [["1"]]
+    monkeypatch.setattr(sys, "argv", ["record.py", "fit", *elsewhere[:2]])
+    with pytest.raises(SystemExit):
+        record.main()
