@@ -34,6 +34,9 @@ class Small(jg.Trainer):
             "label": rng.integers(0, CLASSES, COUNT * BATCH).astype(np.int32),
         }
 
+    def logits(self, params, x, key) -> Any:
+        raise NotImplementedError
+
     def loss(self, params, batch, key):
         return optax.softmax_cross_entropy_with_integer_labels(
             self.logits(params, batch["image"], key), batch["label"]

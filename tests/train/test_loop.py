@@ -253,7 +253,7 @@ def test_other_sizes_are_compiled_where_the_time_left_can_repay_it(tmp_path, bas
     class Noted(InStep):
         def __init__(self, *arguments, **named):
             super().__init__(*arguments, **named)
-            self.start.strategies.compile_next = starts.append
+            self.start.strategies.compile_next = lambda size: starts.append(size)
 
     seen = Recorder(lambda e: trainer.finish() if e.step == 50 else None)
     usual = {"policy": "goodput", "batch": LIMITS, "saving__at_end": False, "tuning__min_gain": 0.0}
