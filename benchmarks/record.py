@@ -3,12 +3,12 @@
     python benchmarks/record.py fit            # runs benchmarks/fit.py, writes docs/measured/fit.json
     python benchmarks/record.py tables --only large
     python benchmarks/record.py fit --as fit-2 # writes docs/measured/fit-2.json
-    python benchmarks/record.py operations --as gpu --printed OUTPUT --on "one NVIDIA H200, jax 0.11.2"
+    python benchmarks/record.py operations --as gpu --printed OUTPUT --on "one H200" --revision 050a36d
     python docs/tables.py                                # draws README.md and docs/ anew
 
 A table in markdown becomes columns and rows; other output becomes text. The title is the first line of the
 benchmark's docstring. If the benchmark fails, nothing is written. `--printed` names a file with what a
-benchmark has printed elsewhere, and `--on` that machine.
+benchmark has printed elsewhere, `--on` that machine, and `--revision` the commit.
 """
 
 import argparse
@@ -80,10 +80,8 @@ def run(script: pathlib.Path, arguments: list[str]) -> tuple[int, list[str]]:
     return child.returncode, lines
 
 
-def keep(
-    script: pathlib.Path, arguments: list[str], name: str, lines: Iterable[str], where: str
-) -> None:
-    """Keep what a benchmark has printed on the machine `where` under `name`."""
+def revision() -> str:
+    """The commit of this checkout."""
     said = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=HERE,
@@ -91,14 +89,27 @@ def keep(
         text=True,
         check=True,
     )
+    return said.stdout.strip()
+
+
+def keep(
+    script: pathlib.Path,
+    arguments: list[str],
+    name: str,
+    lines: Iterable[str],
+    *,
+    machine: str,
+    revision: str,
+) -> None:
+    """Keep under `name` what a benchmark of that revision has printed on that machine."""
     shown = " ".join(["python", f"benchmarks/{script.relative_to(HERE)}", *arguments])
     found = {
         "title": (ast.get_docstring(ast.parse(script.read_text())) or name)
         .splitlines()[0]
         .rstrip("."),
         "command": shown,
-        "machine": where,
-        "revision": said.stdout.strip(),
+        "machine": machine,
+        "revision": revision,
         "measured": datetime.date.today().isoformat(),
         "tables": parsed(lines),
         "notes": [],
@@ -126,22 +137,26 @@ def main() -> int:
         "--printed", type=pathlib.Path, help="a file with what it printed elsewhere"
     )
     parser.add_argument("--on", default="", help="that machine, with jax's version")
+    parser.add_argument("--revision", default="", help="the commit it ran from")
     options, arguments = parser.parse_known_args()
     script = HERE / f"{options.benchmark}.py"
     if not script.is_file():
         parser.error(f"there is no benchmarks/{options.benchmark}.py")
-    if bool(options.printed) != bool(options.on):
-        parser.error("--printed and --on belong together: what was printed, and where")
+    if len({bool(options.printed), bool(options.on), bool(options.revision)}) > 1:
+        parser.error(
+            "--printed, --on and --revision belong together: what was printed, where, by what"
+        )
     name = options.name or options.benchmark.replace("/", "-")
     if options.printed:
-        keep(script, arguments, name, options.printed.read_text().splitlines(), options.on)
+        lines = options.printed.read_text().splitlines()
+        keep(script, arguments, name, lines, machine=options.on, revision=options.revision)
         return 0
     where = f"{machine()}, load {os.getloadavg()[0]:.1f} at the start"
     code, lines = run(script, arguments)
     if code:
         print(f"{script.name} ended with code {code}: nothing was recorded")
         return code
-    keep(script, arguments, name, lines, where)
+    keep(script, arguments, name, lines, machine=where, revision=revision())
     return 0
 
 

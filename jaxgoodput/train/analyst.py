@@ -273,7 +273,7 @@ class Analyst:
             self._evidence.review(self._noise_scale(metrics.noise.cautious))
         # At every step at first, while most time is left; it does not wait for the tuner.
         is_time = is_due or self._due.is_warming_up or step % CONSIDER_EVERY == 0
-        if self._compiling.is_open and is_time:
+        if self._compiling.is_open and is_time and not self._trials.is_running:
             self._compiling.consider(
                 self._situation(step),
                 self._table,

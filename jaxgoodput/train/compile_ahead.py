@@ -29,6 +29,9 @@ from jaxgoodput.tune.verdict import Situation, StrategyOption
 
 # Assumed bytes per second of a move before one has been measured: a modest memory or link.
 ASSUMED_BYTES_PER_S = 1e9
+# All programs of a size, one of which measures the noise, take about this many times as long to compile as
+# its plain step.
+WHOLE = 3
 
 
 class StrategyCompiler:
@@ -253,6 +256,8 @@ class StrategyCompiler:
                     sizes.start()
             sizes = self._sizes[config.strategy]
         sizes.near(config.micro_batch_size)
+        if config.num_micro_batches > 1:
+            sizes.accumulate()
 
     def switched(self, seconds: float, bytes_moved: int) -> None:
         """Record the seconds and bytes of a move of the state, which predict later moves."""
@@ -368,14 +373,15 @@ class StrategyCompiler:
 def _covers(engine: Engine, plan: BatchPlan) -> bool:
     """Return whether every batch of a plan is one micro-batch, in a run that compiles for itself alone."""
     is_alone = not engine.spans and engine.world is None
-    return is_alone and max(plan.sizes) * plan.start.num_replicas >= plan.limits.max
+    reaches_all = max(plan.sizes) * plan.start.num_replicas >= plan.limits.max
+    return is_alone and reaches_all and plan.start.num_micro_batches == 1
 
 
 class CompilationStarter:
     """Starts compiling another size, or all strategies, in the background if that is expected to pay.
 
-    `compile_s` is how long compiling one size takes, and `began_s` the time of the run's first step. Nothing
-    is started unless the run `explores`.
+    `compile_s` is how long compiling the plain step of one size takes, and `began_s` the time when training
+    begins. Nothing is started unless the run `explores`.
     """
 
     def __init__(
@@ -395,7 +401,10 @@ class CompilationStarter:
 
     def stepped(self, ticket: Ticket, table: TimingTable, *, is_trial: bool) -> None:
         """Note that a step is done; `is_trial` says whether its batch is only tried."""
-        self._explorer.stepped(ticket.began_s, table, is_busy=ticket.busy)
+        strategies, size = self._strategies, self._explorer.compiling
+        if size is not None and strategies.compiler(ticket.config.strategy).is_done(size):
+            took_s = strategies.engine(ticket.config.strategy).compile_s(size)
+            self._explorer.compiled(took_s, table)
         if not is_trial and ticket.config != self._adopted:
             self._adopted = ticket.config
             self._strategies.adopt(ticket.config)
@@ -411,22 +420,24 @@ class CompilationStarter:
     ) -> None:
         """Start compiling another size of the strategy in use if it pays, or all strategies if `of_all`."""
         strategies = self._strategies
-        if of_all and strategies.num_strategies > 1:
-            price = {"compile_s": self._compile_s, "num_strategies": strategies.num_strategies}
-            if strategies_pay(situation, **price):
-                strategies.start()
-                self.is_open = False  # all sizes are compiled, too
+        whole_s = WHOLE * self._compile_s
+        num_strategies = strategies.num_strategies
+        if of_all and num_strategies > 1:
+            if strategies_pay(situation, compile_s=whole_s, num_strategies=num_strategies):
+                self._start_all()
                 return
         sizes, settled = strategies.sizes(strategy), strategies.settled(strategy)
         alone = strategies.compiles_one_by_one
-        num_compiled = 1 if alone else max(len(sizes) - len(settled), 1)
+        num_plain = 1 if alone else WHOLE * max(len(sizes) - len(settled), 1)
         found = self._explorer.next(
-            situation, sizes, settled, table, now_s=now_s, num_compiled=num_compiled
+            situation, sizes, settled, table, now_s=now_s, num_plain=num_plain
         )
-        if found is None:
-            return
-        if alone:
+        if found is not None and alone:
             strategies.compile_next(found.size)
-        else:
-            strategies.start()
-            self.is_open = False
+        elif found is not None:
+            self._start_all()
+
+    def _start_all(self) -> None:
+        self._strategies.start()
+        self.is_open = False
+        self._explorer.outlook = ""

@@ -6,7 +6,7 @@ buffers, because the first execution is slow even of a compiled program.
 
 A size becomes ready once it has been through both. Only ready sizes are ever chosen. The program that
 measures the noise takes twice as long to compile as the step itself, and most sizes are only tried: it is
-compiled before anything else once its size is adopted. If all sizes are compiled, theirs are too.
+compiled before anything else once its size is adopted. Once all sizes are wanted, theirs are compiled along.
 """
 
 import math
@@ -65,7 +65,8 @@ class SizeCompiler:
     and a missing program is compiled when it is needed.
 
     With `accumulate`, sizes are compiled for batches of several micro-batches, too, which takes four times as
-    long. If the sizes cover all batches (`covers`), that is left until one of them does not fit into memory.
+    long. If the sizes cover all batches (`covers`), that is left until one of them does not fit into memory,
+    or `accumulate` is called.
     """
 
     def __init__(
@@ -81,8 +82,8 @@ class SizeCompiler:
     ):
         self._engine = engine
         self._sizes = tuple(sizes)
-        # Whether the programs of several micro-batches are compiled; None: not yet.
-        self._accumulate = None if accumulate and covers else accumulate
+        # Whether the programs of several micro-batches are compiled, too; None: not yet.
+        self._accumulates = None if accumulate and covers else accumulate
         self._budget = budget
         self._reach = reach
         self._background = background
@@ -94,8 +95,8 @@ class SizeCompiler:
             0  # queued sizes that may be compiled, in their order; infinite: all
         )
         self._order: list[int] = []
-        self._next = 0  # index into the order
-        self._ready: list[int] = []
+        # Sizes that were compiled and tried, in order, and whether for several micro-batches.
+        self._ready: dict[int, bool] = {}
         self._measurable: dict[int, bool] = {}  # False: its noise cannot be measured
         self._known: dict[int, StepBytes] = {}
         self._smallest_refused: int | None = None
@@ -112,24 +113,43 @@ class SizeCompiler:
 
     @property
     def accumulates(self) -> bool:
-        """Whether ready sizes may be used in batches of several micro-batches."""
+        """Whether all ready sizes, and the one in use, may be used in batches of several micro-batches."""
         with self._changed:
-            return bool(self._accumulate)
+            return self._current in self._ready and all(self._ready.values())
+
+    def accumulate(self) -> None:
+        """Compile all ready sizes again, for several micro-batches, if that has been left so far."""
+        with self._changed:
+            self._accumulate_from_now_on()
+            self._changed.notify_all()
 
     def _accumulate_from_now_on(self) -> None:
-        """Compile the ready sizes again, for several micro-batches: larger batches are made of them."""
-        with self._changed:
-            if self._accumulate is not None:
-                return
-            self._accumulate = True
-            self._ready.clear()
-            self._next = -1  # the size in hand ends, then all are tried from the first on
+        """Note that larger batches are made of several micro-batches; the caller holds the lock."""
+        if self._accumulates is None:
+            self._accumulates = True
 
     @property
     def settled(self) -> tuple[int, ...]:
-        """The sizes that have been compiled or refused, and the ones that are about to be."""
+        """The sizes that were compiled or refused, or are queued to be compiled."""
         with self._changed:
-            return tuple(self._order[: max(self._next, self._num_to_do())])
+            queued = self._order[: self._num_to_do()]
+            return tuple(s for s in self._sizes if s in queued or self._is_done(s))
+
+    def is_done(self, size: int) -> bool:
+        """Return whether a size was compiled and tried, or refused."""
+        with self._changed:
+            return self._is_done(size)
+
+    def _is_done(self, size: int) -> bool:
+        """Return whether nothing is left to do for a size; the caller holds the lock."""
+        if self._smallest_refused is not None and size >= self._smallest_refused:
+            return True
+        return size in self._ready and (self._ready[size] or not self._accumulates)
+
+    def _next_size(self) -> int | None:
+        """Return the next size to compile, None if there is none; the caller holds the lock."""
+        queued = self._order[: self._num_to_do()]
+        return next((s for s in queued if not self._is_done(s)), None)
 
     def _num_to_do(self) -> int:
         """Return how many sizes may be compiled by now; the caller holds the lock."""
@@ -178,19 +198,20 @@ class SizeCompiler:
 
     def compile_first(self, sizes: Iterable[int]) -> None:
         """Queue these sizes before all others and compile them at once; call it before any step runs."""
-        # Without the lock, because no thread has been started.
         first = [s for s in dict.fromkeys(sizes) if s in self._sizes]
-        self._order = [*first, *(s for s in self._order if s not in first)]
-        for size in first:
-            self._try(size)
-            self._next += 1
+        with self._changed:
+            self._order = [*first, *(s for s in self._order if s not in first)]
+        for size in (*first, *first):  # again if one was refused, so that others need more programs
+            if not self.is_done(size):
+                self._try(size)
 
     @property
     def num_settled(self) -> int:
         """Number of queued sizes, in their order, that have been compiled or refused."""
         with self._changed:
             self._raise_error()
-            return self._next
+            left = (i for i, s in enumerate(self._order) if not self._is_done(s))
+            return next(left, len(self._order))
 
     def ready(self, *, first: int | None = None) -> tuple[int, ...]:
         """Return the sizes that can be used now, in the order in which they were queued.
@@ -232,7 +253,7 @@ class SizeCompiler:
         """Compile one more size in the background. No other process may have to compile the same ones."""
         with self._changed:
             # The size in use comes first: its steps are compiled, but were not rehearsed.
-            at = max(self._next, self._num_to_do(), 1)
+            at = max(self._num_to_do(), 1)
             if size not in self._order[:at]:
                 self._order = [s for s in self._order if s != size]
                 self._order.insert(at, size)
@@ -304,7 +325,7 @@ class SizeCompiler:
 
     def _is_waiting(self) -> bool:
         """Return whether anything is left for the thread to compile; the caller holds the lock."""
-        is_other = self._next < self._num_to_do()
+        is_other = self._next_size() is not None
         return is_other or bool(self._urgent) or self._to_measure() is not None
 
     def _to_measure(self) -> int | None:
@@ -329,14 +350,11 @@ class SizeCompiler:
             if self._is_closed or not self._is_waiting():
                 return False
             missing = self._to_measure()
-            size = self._order[self._next] if missing is None else missing
+            size = self._next_size()
         if missing is not None:
             self._prepare_measuring(missing)
-            return True
-        self._try(size)
-        with self._changed:
-            self._next += 1
-            self._changed.notify_all()
+        elif size is not None:
+            self._try(size)
         return True
 
     def _prepare_measuring(self, size: int) -> None:
@@ -369,21 +387,23 @@ class SizeCompiler:
 
     def _try(self, size: int) -> None:
         """Compile a size, check its memory and execute it once, so that it becomes ready or is refused."""
-        if self._smallest_refused is not None and size >= self._smallest_refused:
-            return
-        engine = self._engine
+        engine, accumulate = self._engine, bool(self._accumulates)
         # Programs that all sizes share are compiled, too. If this is the first size that accumulates, nothing
         # else would, because it may be too large for a rehearsal.
-        shared = engine.shared_programs(accumulate=bool(self._accumulate))
-        own = engine.training_programs(size, accumulate=bool(self._accumulate))
+        shared = engine.shared_programs(accumulate=accumulate)
+        own = engine.training_programs(size, accumulate=accumulate)
         if not self._compile([*own, *shared]):
             return
         need = engine.bytes_of(size)
         assert need is not None
+        fits = need.peak <= self._budget
         with self._changed:
             self._known[size] = need
-        if need.peak > self._budget:
-            self._smallest_refused = size
+            if not fits:
+                self._smallest_refused = size
+                self._accumulate_from_now_on()
+            self._changed.notify_all()
+        if not fits:
             logging.info(
                 "micro-batches of %d samples per replica are not used: they would need %.0f MiB, and only "
                 "%.0f MiB are available",
@@ -391,12 +411,12 @@ class SizeCompiler:
                 need.peak / 2**20,
                 self._budget / 2**20,
             )
-            self._accumulate_from_now_on()
             return
         # A rehearsal holds a second copy of everything.
         if need.peak * 2 <= self._budget:
-            engine.rehearse(size, accumulate=bool(self._accumulate))
+            engine.rehearse(size, accumulate=accumulate)
         if math.isinf(self._num_allowed) and size not in self._measurable:
             self._prepare_measuring(size)
         with self._changed:
-            self._ready.append(size)
+            self._ready[size] = accumulate
+            self._changed.notify_all()

@@ -405,7 +405,8 @@ class Loop:
             return False  # the run's last batch, for which nothing that measures is compiled
         if not self.kind.decisions.can_measure(batch.config):
             return False  # what it takes is being compiled
-        # The step's number decides, so that a resumed run measures at the steps of an uninterrupted one.
+        # The step's number decides: if the user has fixed `every_steps`, a resumed run measures at the steps
+        # of an uninterrupted one.
         return self.now.step % self.now.statistics_every == 0
 
     # -- what the loop does besides stepping -----------------------------------------------------

@@ -26,6 +26,7 @@ from jaxgoodput.tune.verdict import StrategyOption
 KEEP = 48  # number of latest steps that a median is taken over
 MIN_COUNT = 3  # fewer steps make no median
 BUSY_WEIGHT = 0.1  # weight of a median of disturbed steps
+SHORT_S = 3e-3  # a step that takes longer hides its dispatch: it needs no blocks
 MOST_SAVED = 0.8  # share of a step alone that blocks are believed to save at another size
 
 
@@ -279,18 +280,24 @@ class StrategyTimings:
     ) -> None:
         """Record one step of a configuration: see `TimingTable.add`.
 
-        `in_block` says that it was dispatched with others. A batch without blocks will have some if it is
-        adopted, so that what they have saved elsewhere is taken off its times.
+        `in_block` says that it was dispatched with others. From the times of a batch that has no blocks yet,
+        but may have some if it is adopted, is taken what they have saved elsewhere.
         """
         with self._lock:
             if in_block:
                 self._in_blocks.add(config)
-            elif self.saved_by_blocks_s and config not in self._in_blocks:
+            elif self._will_have_blocks(config, parts.step_s):
                 saved_s = min(self.saved_by_blocks_s, MOST_SAVED * parts.step_s)
                 parts = dataclasses.replace(parts, step_s=parts.step_s - saved_s)
             self.table(config.strategy).add(
                 self.key(config, measured=measured), parts, step, busy=busy
             )
+
+    def _will_have_blocks(self, config: BatchConfig, step_s: float) -> bool:
+        """Return whether steps of a batch have no blocks yet, and may have some."""
+        is_single = config.num_replicas == config.num_micro_batches == 1
+        is_known = self.saved_by_blocks_s > 0 and config not in self._in_blocks
+        return is_known and is_single and step_s < SHORT_S
 
     def step_s(self, config: BatchConfig) -> float:
         """Return the median seconds of a configuration's steps; NaN if none was recorded."""

@@ -85,13 +85,21 @@ def test_a_benchmark_that_fails_leaves_the_record(tmp_path, monkeypatch):
 def test_what_was_printed_elsewhere_is_kept_with_its_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "MEASURED", tmp_path)
     (tmp_path / "printed.txt").write_text("| a |\n|---|\n| 1 |\n")
-    elsewhere = ["--printed", str(tmp_path / "printed.txt"), "--on", "a GPU"]
+    elsewhere = [
+        "--printed",
+        str(tmp_path / "printed.txt"),
+        "--on",
+        "a GPU",
+        "--revision",
+        "1234567",
+    ]
     monkeypatch.setattr(
         sys, "argv", ["record.py", "fit", "--as", "gpu", *elsewhere, "--rounds", "7"]
     )
     assert record.main() == 0
     kept = json.loads((tmp_path / "gpu.json").read_text())
-    assert kept["machine"] == "a GPU" and kept["command"].endswith("fit.py --rounds 7")
+    assert kept["machine"] == "a GPU" and kept["revision"] == "1234567"
+    assert kept["command"].endswith("fit.py --rounds 7")
     assert kept["tables"][0]["rows"] == [["1"]]
     monkeypatch.setattr(sys, "argv", ["record.py", "fit", *elsewhere[:2]])
     with pytest.raises(SystemExit):

@@ -15,8 +15,10 @@ from jaxgoodput.train.compile_sizes import SizeCompiler
 from jaxgoodput.train.control import Preempted
 from jaxgoodput.train.duties import blocks
 from jaxgoodput.train.runs.alone import Alone
+from jaxgoodput.tune.cadence import NoiseCadence
 
 ONE: dict[str, Any] = {"devices": jax.devices()[:1]}
+MAY_ROUND = blocks.Blocks.may_round
 
 
 @pytest.fixture
@@ -171,13 +173,29 @@ def test_blocks_that_take_longer_than_single_steps_are_given_up(tmp_path, sizes,
     assert 0 < len(sizes) < 60  # of 150
 
 
-def test_a_run_without_measured_decisions_has_no_blocks(tmp_path, sizes, monkeypatch):
+@pytest.mark.parametrize("every, has_blocks", [(50, False), (None, True)])
+def test_a_run_without_measured_decisions_has_no_blocks(
+    tmp_path, sizes, monkeypatch, every, has_blocks
+):
     """Its bits, and those of a resumed run, must not depend on when a program is compiled."""
-    monkeypatch.undo()
-    found = []
-    monkeypatch.setattr(Engine, "steps", lambda *args, **kwargs: found.append(args))
-    monkeypatch.setattr(blocks.Blocks, "_pay", lambda self, batch: True)
-    monkeypatch.setattr(blocks, "LOOK_EVERY", 1)
-    settings = counting_config(tmp_path, epochs=20, statistics__every_steps=50)
+    monkeypatch.setattr(blocks.Blocks, "may_round", MAY_ROUND)
+    monkeypatch.setattr(NoiseCadence, "wanted", lambda self, *args, **kwargs: 50)
+    settings = counting_config(
+        tmp_path, epochs=20, statistics__every_steps=every, tuning__warm_up_steps=1
+    )
     Counting(settings, **ONE).fit()
-    assert not found
+    assert bool(sizes) == has_blocks
+
+
+def test_blocks_run_beside_a_tuner_that_may_change_the_batch(tmp_path, sizes):
+    """As with a fixed batch, each sample is applied once."""
+    settings = counting_config(
+        tmp_path,
+        epochs=12,
+        statistics__every_steps=50,
+        policy="goodput",
+        batch=BatchLimits(base=16, max=64, micro=(1, 64)),
+    )
+    state = Counting(settings, **ONE).fit()
+    np.testing.assert_array_equal(state.params["count"], 12)
+    assert len(sizes) > 3

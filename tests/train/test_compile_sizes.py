@@ -165,7 +165,7 @@ def test_one_size_is_compiled_at_a_time_and_measures_once_it_is_adopted():
     for size in (16, 2, 16):
         sizes.compile_next(size)
         assert sizes.wait(WAIT_S) and size in sizes.settled
-    assert sizes.ready() == sizes.settled == (4, 16, 2)
+    assert sizes.ready() == (4, 16, 2) and sizes.settled == (2, 4, 16)
     assert ("step_measured", 16) not in engine.compiled
     sizes.near(16)
     sizes.adopt(16)

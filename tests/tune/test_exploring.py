@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxgoodput.goodput.efficiency import GradParams
-from jaxgoodput.goodput.perf import Placement
+from jaxgoodput.goodput.fit import PerfFit
+from jaxgoodput.goodput.perf import PerfParams, Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
-from jaxgoodput.tune.exploring import BORROWED, EARNED, REPAID, Account, Explorer, next_size
+from jaxgoodput.tune.batch import choose_batch
+from jaxgoodput.tune.exploring import EARNINGS, LOAN, REPAYMENT, Account, Explorer, next_size
 from jaxgoodput.tune.timings import StrategyTimings
 from jaxgoodput.tune.verdict import Situation, StrategyOption
 
@@ -54,15 +56,15 @@ def test_a_run_in_which_nothing_is_found_loses_at_most_what_the_account_lends(
         if account.allows(price_s, saving_s=saving_s, passed_s=passed_s, left_s=left_s):
             assert saving_s > price_s
             account.spend(price_s, total_s=total_s)
-            assert account.spent_s <= EARNED * passed_s + BORROWED * left_s + 1e-9 * total_s
-    assert account.spent_s <= (EARNED + BORROWED) * total_s * (1 + 1e-9)
+            assert account.spent_s <= EARNINGS * passed_s + LOAN * left_s + 1e-9 * total_s
+    assert account.spent_s <= (EARNINGS + LOAN) * total_s * (1 + 1e-9)
 
 
 def test_a_loan_must_be_repaid_several_times_and_a_found_size_earns():
     account = Account()
     left = {"passed_s": 0.0, "left_s": 100.0}
-    assert account.allows(2.0, saving_s=2.0 * REPAID, **left)
-    assert not account.allows(2.0, saving_s=1.9 * REPAID, **left)
+    assert account.allows(2.0, saving_s=2.0 * REPAYMENT, **left)
+    assert not account.allows(2.0, saving_s=1.9 * REPAYMENT, **left)
     assert not account.allows(3.1, saving_s=90.0, **left)
     account.spend(2.0, total_s=100.0)
     # The same price once more: not from 3 % of what is left, but from a share of the 70 s that were saved.
@@ -101,8 +103,8 @@ def test_the_time_left_decides_whether_a_size_is_compiled(left_s, compile_s):
     now = situation(left_s=left_s, step_s=0.1)
     price_s = 0.3 * compile_s
     found = explorer.next(now, SIZES, (32,), table, now_s=10.0)
-    pays = price_s <= BORROWED * left_s and REPAID * price_s <= left_s / 2
-    near = math.isclose(price_s, BORROWED * left_s, rel_tol=0.01)
+    pays = price_s <= LOAN * left_s and REPAYMENT * price_s <= left_s / 2
+    near = math.isclose(price_s, LOAN * left_s, rel_tol=0.01)
     assert (found is not None) == pays or near
     assert explorer.account.spent_s == (pytest.approx(price_s) if found else 0)
     assert explorer.next(now, SIZES, (32,), table, now_s=11.0) is None or found is None
@@ -110,11 +112,58 @@ def test_the_time_left_decides_whether_a_size_is_compiled(left_s, compile_s):
 
 def test_what_a_compilation_took_corrects_its_price(table):
     explorer, now = Explorer(1.0, began_s=0.0), situation(left_s=1e4, step_s=0.1)
-    assert explorer.next(now, SIZES, (32,), table, now_s=5.0) is not None
-    explorer.stepped(4.9, table, is_busy=False)  # began before
-    explorer.stepped(6.0, table, is_busy=True)
+    found = explorer.next(now, SIZES, (32,), table, now_s=5.0)
+    assert found is not None and explorer.compiling == found.size == 128
     assert explorer.next(now, SIZES, (32, 128), table, now_s=7.0) is None, "one at a time"
-    explorer.stepped(15.0, table, is_busy=False)
+    explorer.compiled(10.0, table)
     assert explorer.account.spent_s == pytest.approx(0.3 * 10.0)
     assert explorer.next(now, SIZES, (32, 128), table, now_s=15.0) is not None
     assert explorer.account.spent_s == pytest.approx(0.3 * 20.0)
+    explorer.compiled(0.0, table)  # refused before it was compiled
+    assert explorer.account.spent_s == pytest.approx(0.3 * 10.0)
+
+
+def test_without_times_nothing_is_explored(table):
+    explorer = Explorer(1.0, began_s=0.0)
+    assert explorer.next(situation(left_s=math.nan), SIZES, (32,), table, now_s=5.0) is None
+    assert explorer.account.spent_s == 0 and "nan" not in explorer.outlook
+
+
+# -- nothing is compiled for nothing -----------------------------------------------------------------
+
+
+@given(
+    fixed_s=st.floats(1e-4, 1.0),
+    per_sample_s=st.floats(1e-6, 1e-1),
+    noise=st.floats(1e-2, 1e3),
+    start=st.sampled_from(SIZES[2:]),
+)
+def test_every_size_that_is_compiled_is_tried_and_then_the_race_ends(
+    fixed_s, per_sample_s, noise, start
+):
+    """Whatever times and noise are: a compiled size never waits for a trial that does not come."""
+    table, timed = StrategyTimings(num_nodes=1).table(""), {start}
+    current, compiled = start, [start]
+    line = {"compute_base": fixed_s, "compute_per_sample": per_sample_s}
+    none = dict.fromkeys(("intra_base", "intra_per_replica"), 0.0)
+    none |= dict.fromkeys(("inter_base", "inter_per_replica"), math.nan)
+    perf = PerfParams(**line, **none, overlap=1.0, update_s=0.0)
+    fit = PerfFit(
+        params=perf, error=0.0, unidentified=(), links=("none",), num_rows=2, max_replicas=1
+    )
+    grad = GradParams(sqr=1.0, var=noise)
+    for _ in range(40):
+        now = situation(current, ready=tuple(compiled), timed=tuple(sorted(timed)), grad=grad)
+        now = dataclasses.replace(now, here=dataclasses.replace(now.here, fit=fit))
+        verdict = choose_batch(now)
+        if verdict.config.micro_batch_size != current:
+            current = verdict.config.micro_batch_size
+            timed.add(current)
+            continue
+        found = next_size(now, SIZES, tuple(compiled), table)
+        if found is None:
+            break
+        compiled.append(found.size)
+    else:
+        raise AssertionError(f"still exploring after 40 verdicts: {compiled}, {sorted(timed)}")
+    assert set(compiled) == timed

@@ -191,10 +191,9 @@ def test_one_timed_size_is_followed_by_a_probe_of_another():
 
 @pytest.mark.parametrize("scale, probes", [(0.49, False), (0.51, True)])
 def test_a_probe_must_pay_if_time_grew_as_the_square_root_of_the_batch(scale, probes):
-    # A fourfold batch, twice the time: worth it from half the efficiency on. An optimist takes the root of
-    # the forecast: (N + 32) / (N + 128) = (1.05 / 2)^2.
-    least = (1.05 / 2) ** (1 / OPTIMISM)
-    break_even = (least * 128 - 32) / (1 - least)
+    # A fourfold batch, twice the time: worth it from half the efficiency on, where
+    # (N + 32) / (N + 128) = 1.05 / 2. An optimist believes in more noise than was measured.
+    break_even = (1.05 * 128 - 2 * 32) / (2 - 1.05) / OPTIMISM
     grad = GradParams(sqr=1.0, var=break_even / 32 * (2 * scale))
     assert decide(grad, timed=(32,)).reason.startswith("probe") is probes
 

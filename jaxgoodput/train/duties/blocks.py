@@ -23,10 +23,9 @@ from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.train.analyst import Analyst
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.prepare import PreparedRun
-from jaxgoodput.tune.timings import KEEP
+from jaxgoodput.tune.timings import KEEP, SHORT_S
 
 COUNT = 8  # steps of a block
-SHORT_S = 3e-3  # a step that takes longer hides its dispatch
 SAVED_S = 4e-4  # by a step in a block, about
 LOOK_EVERY = 64  # steps
 
