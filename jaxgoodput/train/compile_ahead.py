@@ -392,6 +392,7 @@ class CompilationStarter:
         self._strategies = strategies
         self._compile_s = compile_s
         self._explorer = Explorer(compile_s, began_s)
+        self._strategy = ""  # whose size is being compiled
         self._adopted: BatchConfig | None = None
 
     @property
@@ -402,9 +403,8 @@ class CompilationStarter:
     def stepped(self, ticket: Ticket, table: TimingTable, *, is_trial: bool) -> None:
         """Note that a step is done; `is_trial` says whether its batch is only tried."""
         strategies, size = self._strategies, self._explorer.compiling
-        if size is not None and strategies.compiler(ticket.config.strategy).is_done(size):
-            took_s = strategies.engine(ticket.config.strategy).compile_s(size)
-            self._explorer.compiled(took_s, table)
+        if size is not None and strategies.compiler(self._strategy).is_done(size):
+            self._explorer.compiled(strategies.engine(self._strategy).compile_s(size), table)
         if not is_trial and ticket.config != self._adopted:
             self._adopted = ticket.config
             self._strategies.adopt(ticket.config)
@@ -433,6 +433,7 @@ class CompilationStarter:
             situation, sizes, settled, table, now_s=now_s, num_plain=num_plain
         )
         if found is not None and alone:
+            self._strategy = strategy
             strategies.compile_next(found.size)
         elif found is not None:
             self._start_all()
