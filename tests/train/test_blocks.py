@@ -1,6 +1,7 @@
 """Steps that are dispatched at once are the steps that they would be one by one, in all that anyone sees."""
 
 import time
+import types
 from typing import Any
 
 import jax
@@ -15,10 +16,9 @@ from jaxgoodput.train.compile_sizes import SizeCompiler
 from jaxgoodput.train.control import Preempted
 from jaxgoodput.train.duties import blocks
 from jaxgoodput.train.runs.alone import Alone
-from jaxgoodput.tune.cadence import NoiseCadence
 
 ONE: dict[str, Any] = {"devices": jax.devices()[:1]}
-MAY_ROUND = blocks.Blocks.may_round
+MAY_ROUND, COMPARE = blocks.Blocks.may_round, blocks.Blocks._compare
 
 
 @pytest.fixture
@@ -41,6 +41,7 @@ def sizes(monkeypatch):
     monkeypatch.setattr(blocks.Blocks, "_pay", lambda self, batch: True)
     # These models give the same bits in blocks: what they compute with is exact, or a sum of few numbers.
     monkeypatch.setattr(blocks.Blocks, "may_round", True)
+    monkeypatch.setattr(blocks.Blocks, "_compare", lambda self, batch: None)  # tiny steps: chance
     monkeypatch.setattr(SizeCompiler, "compile_soon", compile_now)
     monkeypatch.setattr(Engine, "steps", counted)
     return found
@@ -165,6 +166,7 @@ def test_blocks_that_take_longer_than_single_steps_are_given_up(tmp_path, sizes,
         return steps(self, *args, count=count)
 
     monkeypatch.setattr(Engine, "steps", slow)
+    monkeypatch.setattr(blocks.Blocks, "_compare", COMPARE)
     is_timed = lambda self, batch: self.analyst.step_s(batch) > 0  # noqa: E731
     monkeypatch.setattr(blocks.Blocks, "_pay", is_timed)
     settings = counting_config(tmp_path, epochs=100, statistics__every_steps=1000)
@@ -173,18 +175,14 @@ def test_blocks_that_take_longer_than_single_steps_are_given_up(tmp_path, sizes,
     assert 0 < len(sizes) < 60  # of 150
 
 
-@pytest.mark.parametrize("every, has_blocks", [(50, False), (None, True)])
-def test_a_run_without_measured_decisions_has_no_blocks(
-    tmp_path, sizes, monkeypatch, every, has_blocks
-):
+def test_a_run_without_measured_decisions_has_no_blocks(tmp_path, sizes, monkeypatch):
     """Its bits, and those of a resumed run, must not depend on when a program is compiled."""
     monkeypatch.setattr(blocks.Blocks, "may_round", MAY_ROUND)
-    monkeypatch.setattr(NoiseCadence, "wanted", lambda self, *args, **kwargs: 50)
-    settings = counting_config(
-        tmp_path, epochs=20, statistics__every_steps=every, tuning__warm_up_steps=1
-    )
+    settings = counting_config(tmp_path, epochs=20, statistics__every_steps=50)
     Counting(settings, **ONE).fit()
-    assert bool(sizes) == has_blocks
+    assert not sizes
+    free = types.SimpleNamespace(config=counting_config(tmp_path, statistics__every_steps=None))
+    assert MAY_ROUND.fget(free)
 
 
 def test_blocks_run_beside_a_tuner_that_may_change_the_batch(tmp_path, sizes):
