@@ -477,7 +477,8 @@ class Analyst:
     @property
     def _accumulates(self) -> bool:
         """Whether a batch may consist of several micro-batches."""
-        return self._config.accumulates and self._strategies.accumulates(self._current.strategy)
+        are_compiled = self._strategies.accumulates(self._current.strategy)
+        return self._config.accumulates and (are_compiled or self._current.num_micro_batches > 1)
 
     @property
     def _fit(self) -> PerfFit | None:

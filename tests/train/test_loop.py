@@ -377,3 +377,31 @@ def test_the_time_left_is_known_where_a_window_is_one_step(tmp_path):
     windows = seen.of(Window)
     assert len(windows) > 3 and all(w.num_steps == 1 for w in windows)
     assert all(w.eta_s > 0 for w in windows[1:-1]) and windows[-1].eta_s == 0
+
+
+@pytest.mark.slow
+def test_a_batch_of_several_micro_batches_is_judged_though_one_would_do(tmp_path):
+    """Its programs are compiled for it, and the tuner may stay at it."""
+
+    def ask(event):
+        if event.step == 30:
+            trainer.request_batch(4, num_micro_batches=4)
+        split = [t for t in seen.of(TuneEnd) if t.before.num_micro_batches == 4]
+        if split or event.step > 3000:
+            trainer.finish()
+
+    seen = Recorder(ask)
+    settings = config(
+        tmp_path,
+        policy="goodput",
+        base_steps=1e6,
+        batch=BatchLimits(base=16, max=64, micro=(1, 64)),
+        execution__background_compile=True,
+        tuning__accumulate=True,
+        tuning__warm_up_steps=1,
+        tuning__dwell_steps=2,
+        saving__at_end=False,
+    )
+    trainer = Mean(settings, hooks=[seen], devices=devices(1), loop=InStep)
+    trainer.fit()
+    assert any(t.before.num_micro_batches == 4 and t.fit is not None for t in seen.of(TuneEnd))
