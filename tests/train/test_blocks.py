@@ -182,7 +182,7 @@ def test_a_run_without_measured_decisions_has_no_blocks(tmp_path, sizes, monkeyp
     Counting(settings, **ONE).fit()
     assert not sizes
     free = types.SimpleNamespace(config=counting_config(tmp_path, statistics__every_steps=None))
-    assert MAY_ROUND.fget(free)
+    assert MAY_ROUND.__get__(free)
 
 
 def test_blocks_run_beside_a_tuner_that_may_change_the_batch(tmp_path, sizes):
