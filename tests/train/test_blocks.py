@@ -18,7 +18,8 @@ from jaxgoodput.train.duties import blocks
 from jaxgoodput.train.runs.alone import Alone
 
 ONE: dict[str, Any] = {"devices": jax.devices()[:1]}
-MAY_ROUND, COMPARE = blocks.Blocks.may_round, blocks.Blocks._compare
+MAY_ROUND: Any = blocks.Blocks.may_round
+COMPARE = blocks.Blocks._compare
 
 
 @pytest.fixture
@@ -182,7 +183,7 @@ def test_a_run_without_measured_decisions_has_no_blocks(tmp_path, sizes, monkeyp
     Counting(settings, **ONE).fit()
     assert not sizes
     free = types.SimpleNamespace(config=counting_config(tmp_path, statistics__every_steps=None))
-    assert MAY_ROUND.__get__(free)
+    assert MAY_ROUND.fget(free)
 
 
 def test_blocks_run_beside_a_tuner_that_may_change_the_batch(tmp_path, sizes):
