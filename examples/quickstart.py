@@ -1,8 +1,8 @@
 """python examples/quickstart.py --workdir /tmp/quickstart
 
-Trains a small convolutional network on the handwritten digits of scikit-learn. Expect a test accuracy of 0.98
-or more within half a minute on two CPU cores. `jaxgoodput board /tmp/quickstart` shows how the batch size was
-chosen.
+Trains a small convolutional network on the handwritten digits of scikit-learn. Expect a test accuracy of 0.97
+or more, and of 0.98 with most seeds, within half a minute on two CPU cores. `jaxgoodput board
+/tmp/quickstart` shows how the batch size was chosen.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ LAYERS = [
     lambda x: x.reshape(len(x), -1),
 ]
 MODEL = jg.from_linen(nn.Sequential([*LAYERS, nn.Dense(128), nn.relu, nn.Dense(10)]))
-LEARNING_RATE, TARGET_ACCURACY = 0.1, 0.98
+LEARNING_RATE, EXPECTED_ACCURACY = 0.1, 0.97
 
 
 def default_config(workdir: str) -> jg.Config:
@@ -65,7 +65,7 @@ class Digits(jg.Trainer):
 def main(_):
     trainer = Digits(jg.with_overrides(default_config(flags.FLAGS.workdir), flags.FLAGS.set))
     accuracy = trainer.evaluate(trainer.fit())["accuracy"]
-    print(f"test accuracy {accuracy:.4f}, expected {TARGET_ACCURACY} or more")
+    print(f"test accuracy {accuracy:.4f}, expected {EXPECTED_ACCURACY} or more")
 
 
 if __name__ == "__main__":

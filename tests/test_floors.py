@@ -14,6 +14,7 @@ FLOORS = (
         "_hash",
         "_lazy",
         "_pytree",
+        "_seldom",
         "_fields",
         "_wire",
         "_worker",

@@ -11,9 +11,8 @@ whole of it.
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -37,13 +36,6 @@ from jaxgoodput.data.sources import Source, StreamState
 from jaxgoodput.goodput.search import BatchConfig
 
 CLOSE_TIMEOUT_S = 10.0
-
-
-@partial(jax.jit, static_argnums=1)
-def _cut(tree: PyTree, count: int) -> list[PyTree]:
-    """Return a tree of arrays in `count` equal parts along their first axis."""
-    parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), tree)
-    return [jax.tree.map(lambda x, i=i: x[i], parts) for i in range(count)]
 
 
 @dataclass(frozen=True)
@@ -237,11 +229,11 @@ class Loader:
         assert block is not None and block.num_samples == wide.global_batch_size
         return dataclasses.replace(block, config=config)
 
-    def apart(self, block: StepBatch) -> list[StepBatch]:
-        """Return the batches of a block one by one."""
+    def apart(self, block: StepBatch, cut: Callable[[PyTree], Sequence[PyTree]]) -> list[StepBatch]:
+        """Return the batches of a block one by one; `cut` gives the rows of each."""
         (wide,), size = block.micro_batches, block.config.global_batch_size
         cursors, found = self.cursors_in(block), []
-        for i, data in enumerate(_cut(wide.data, block.count)):
+        for i, data in enumerate(cut(wide.data)):
             _, mask = self._reader.whole(self._ahead.sharding, size)
             found.append(
                 dataclasses.replace(

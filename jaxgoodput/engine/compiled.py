@@ -99,7 +99,7 @@ class ProgramCache:
             made = program()
             lowered = made.lower()
             self._flops[key] = matrix_flops(made.traced.jaxpr.jaxpr)
-            self._once(key, lowered.compile)
+            self._once(key, functools.partial(made.compiled, lowered))
             self._seconds.setdefault(key, self._clock.now() - began_s)
             return hashlib.sha256(lowered.as_text().encode()).hexdigest()
 

@@ -10,6 +10,7 @@ All of it runs in float64, in a context that affects only the calling thread (`f
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float
 from scipy import optimize
 
+from jaxgoodput._seldom import options_if_seldom
 from jaxgoodput.goodput.perf import PerfParams
 
 NAMES = (
@@ -166,12 +168,15 @@ def _residuals(point, table, prior, settings):
 def with_jacobian(function: Callable[..., Array]) -> Callable[..., Array]:
     """Return a compiled function with the value and the Jacobian side by side, `[residuals, 1 + params]`."""
 
-    @jax.jit
     def both(point, *rest):
         value = function(point, *rest)
         return jnp.concatenate([value[:, None], jax.jacfwd(function)(point, *rest)], 1)
 
-    return both
+    @functools.cache  # asks the device for its options, so not before it is needed
+    def compiled():
+        return jax.jit(both, compiler_options=options_if_seldom())
+
+    return lambda *arguments: compiled()(*arguments)
 
 
 def _errors(point, table, has_update):

@@ -24,7 +24,7 @@ from jaxgoodput.train.watcher import Ticket
 from jaxgoodput.tune.exploring import Explorer
 from jaxgoodput.tune.payoff import strategies_pay
 from jaxgoodput.tune.plan import BatchPlan, Indivisible
-from jaxgoodput.tune.timings import TimingTable
+from jaxgoodput.tune.timings import SHORT_S, TimingTable
 from jaxgoodput.tune.verdict import Situation, StrategyOption
 
 # Assumed bytes per second of a move before one has been measured: a modest memory or link.
@@ -32,6 +32,9 @@ ASSUMED_BYTES_PER_S = 1e9
 # All programs of a size, one of which measures the noise, take about this many times as long to compile as
 # its plain step.
 WHOLE = 3
+# Steps after which a batch is no longer on trial, so that its noise is to be measured. Short steps are timed
+# first: if blocks of them pay, these are compiled before.
+KEPT, KEPT_SHORT = 8, 32
 
 
 class StrategyCompiler:
@@ -394,6 +397,8 @@ class CompilationStarter:
         self._explorer = Explorer(compile_s, began_s)
         self._strategy = ""  # whose size is being compiled
         self._adopted: BatchConfig | None = None
+        self._latest: BatchConfig | None = None
+        self._num_steps = 0  # with it, since its trial
 
     @property
     def outlook(self) -> str:
@@ -405,7 +410,11 @@ class CompilationStarter:
         strategies, size = self._strategies, self._explorer.compiling
         if size is not None and strategies.compiler(self._strategy).is_done(size):
             self._explorer.compiled(strategies.engine(self._strategy).compile_s(size), table)
-        if not is_trial and ticket.config != self._adopted:
+        if is_trial or ticket.config != self._latest:
+            self._latest, self._num_steps = ticket.config, 0
+        self._num_steps += 1
+        is_short = not table.step_s(1, ticket.config) >= SHORT_S
+        if ticket.config != self._adopted and self._num_steps >= (KEPT_SHORT if is_short else KEPT):
             self._adopted = ticket.config
             self._strategies.adopt(ticket.config)
 

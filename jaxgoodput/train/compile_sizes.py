@@ -161,7 +161,7 @@ class SizeCompiler:
             is_first = not self._order
             if is_first:
                 self._check_first(size)
-            self._is_adopted = is_first or size == self._current or not self._background
+            self._is_adopted = size == self._current or not self._background
             self._current = size
             # First the sizes within reach of the next change, then the sizes within reach of two.
             for reach in (self._reach, self._reach**2):
@@ -351,7 +351,9 @@ class SizeCompiler:
                 return False
             missing = self._to_measure()
             size = self._next_size()
-        if missing is not None:
+            # A larger batch may save more than knowing the present noise, if it is known at all.
+            is_next = size is not None and any(self._measurable.values())
+        if missing is not None and not (is_next and math.isfinite(self._num_allowed)):
             self._prepare_measuring(missing)
         elif size is not None:
             self._try(size)

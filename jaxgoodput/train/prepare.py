@@ -50,6 +50,7 @@ from jaxgoodput.train.start.checks import (
     try_loss,
     try_state,
 )
+from jaxgoodput.train.start.compiler_threads import make_compiler_yield
 from jaxgoodput.train.start.earlier import begin_as_earlier, memory_of
 from jaxgoodput.train.start.plans import RunSetup, budget_of, set_up
 from jaxgoodput.train.start.problem import TaskInputs, evaluator_of
@@ -229,6 +230,8 @@ def _find_devices(
         keep_freed_pages(where.own_devices[0].platform)
     budget = budget_of(inputs, where)
     inputs.tables.require_place(where, inputs.dataset)
+    if config.compiles_behind and where.own_devices[0].platform == "cpu":
+        make_compiler_yield()
     # Only processes that come and go have one set of devices after another.
     traces = inputs.traces if where.is_elastic else None
     return set_up(inputs, where, devices, budget=budget, traces=traces)

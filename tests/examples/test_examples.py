@@ -60,7 +60,7 @@ def test_docstring_opens_with_the_command_line_and_states_a_result(name):
 
 @pytest.mark.slow
 def test_quickstart_reaches_its_accuracy(tmp_path):
-    assert printed(run("quickstart", tmp_path / "run"), "accuracy ") >= 0.98
+    assert printed(run("quickstart", tmp_path / "run"), "accuracy ") >= 0.97
 
 
 @pytest.mark.slow

@@ -405,7 +405,8 @@ class Programs(abc.ABC):
             return state, self._packed(metrics, inputs)
 
         inputs = (*self.abstract_batch(shape), *self.abstract_control())
-        return self.keyless.program(run, (0,), inputs, (self.layout.replicated,))
+        out = (self.layout.replicated,)
+        return self.keyless.program(run, (0,), inputs, out, is_seldom=measure)
 
     def steps(self, shape: SampleShape, *, count: int) -> Program:
         """Build `count` steps of one micro-batch each, without noise samples, for one dispatch.
@@ -430,6 +431,17 @@ class Programs(abc.ABC):
         size = count * shape.micro_batch_size
         inputs = self.abstract_batch(dataclasses.replace(shape, micro_batch_size=size))
         return self.keyless.program(run, (0,), inputs, (self.layout.replicated,))
+
+    def cut(self, shape: SampleShape, *, count: int) -> Program:
+        """Build the program from the rows of `count` steps to a list with those of each."""
+
+        def run(batch: PyTree) -> list[PyTree]:
+            parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+            return [jax.tree.map(lambda x, i=i: x[i], parts) for i in range(count)]
+
+        size = count * shape.micro_batch_size
+        batch, *_ = self.abstract_batch(dataclasses.replace(shape, micro_batch_size=size))
+        return Program(run, (), (batch,), self.layout.batch_sharding, is_seldom=True)
 
     def step_after(self, shape: SampleShape) -> Program:
         """Build the last micro-batch after others, fused with the update; donates the state.

@@ -53,4 +53,5 @@ class FreshStates:
                 return jnp.broadcast_to(jax.random.key(0), s.shape)
             return jnp.zeros(s.shape, s.dtype)
 
-        return Program(lambda: jax.tree.map(zero, self.state), (), (), shardings_of(self.state))
+        make = partial(jax.tree.map, zero, self.state)
+        return Program(make, (), (), shardings_of(self.state), is_seldom=True)

@@ -37,6 +37,8 @@ class Keyless:
         donate: tuple[int, ...],
         inputs: tuple[PyTree, ...],
         out: tuple[PyTree, ...],
+        *,
+        is_seldom: bool = False,
     ) -> Program:
         """Build the program from (state, key, inputs) to (state, results); call it with a `KeylessCaller`.
 
@@ -50,7 +52,7 @@ class Keyless:
             return dataclasses.replace(state, key=None), *results
 
         arguments = (self._state, self._data, *inputs)
-        return Program(run, donate, arguments, (shardings_of(self._state), *out))
+        return Program(run, donate, arguments, (shardings_of(self._state), *out), is_seldom)
 
 
 class KeylessCaller:

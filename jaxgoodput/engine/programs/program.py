@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxgoodput._jax import set_priorities
+from jaxgoodput._seldom import options_if_seldom
 from jaxgoodput.parallel.strategy import DATA_AXIS, FSDP_AXIS, MODEL_AXES
 
 # The order in which the partitioner follows shardings: batches first (their rows are cut over DATA_AXIS),
@@ -62,6 +63,8 @@ class Program:
     """Abstract arguments, with shardings."""
     out: PyTree
     """Shardings of the results; may be a prefix of their tree."""
+    is_seldom: bool = False
+    """Whether it runs so seldom that it should rather compile fast."""
 
     @cached_property
     def traced(self) -> jax.stages.Traced:
@@ -83,7 +86,11 @@ class Program:
 
     def compile(self) -> jax.stages.Compiled:
         """Compile the executable on this thread."""
-        return self.lower().compile()
+        return self.compiled(self.lower())
+
+    def compiled(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Compile what `lower` has returned."""
+        return lowered.compile(compiler_options=options_if_seldom() if self.is_seldom else None)
 
 
 def shardings_of(tree: PyTree) -> PyTree:

@@ -19,6 +19,7 @@ from functools import partial
 
 from jaxgoodput._jax import looks_for
 from jaxgoodput.data.loader import StepBatch
+from jaxgoodput.engine.programs.program import Program
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.train.analyst import Analyst
 from jaxgoodput.train.config import Config
@@ -27,7 +28,7 @@ from jaxgoodput.tune.timings import KEEP, SHORT_S
 
 COUNT = 8  # steps of a block
 SAVED_S = 4e-4  # by a step in a block, about
-LOOK_EVERY = 64  # steps
+LOOK_EVERY = 16  # steps
 
 
 @dataclass
@@ -66,7 +67,8 @@ class Blocks:
         if num_free >= COUNT:
             self._num_blocks[now.batch] += 1
             return block
-        self._single.extend(loader.apart(block))
+        cut, _ = self._programs(now.batch)
+        self._single.extend(loader.apart(block, now.engine.compiled(cut)))
         return self._single.popleft()
 
     def _is_ready(self) -> bool:
@@ -74,22 +76,28 @@ class Blocks:
         now, batch = self.start.now, self.start.now.batch
         if not self._are_possible(batch):
             return False
-        program = partial(now.engine.programs.steps, now.engine.shape(batch.micro_batch_size))
+        programs = self._programs(batch)
         is_time = now.step % LOOK_EVERY < COUNT  # blocks may step over a multiple
-        if now.engine.compiled.peek(program, count=COUNT) is not None:
+        if all(now.engine.compiled.peek(x) is not None for x in programs):
             if not self._num_blocks[batch]:
                 # What blocks of other sizes have saved was taken off its times.
                 self._alone_s[batch] = self.analyst.step_s(batch) + self.analyst.saved_by_blocks_s
             if is_time and self._num_blocks[batch] * COUNT >= KEEP:
                 self._compare(batch)
             return batch not in self._slower and self._left() >= COUNT
-        is_free = not self.start.strategies.is_busy  # another size to try may save more
-        if batch not in self._asked and is_time and is_free and self._pay(batch):
+        if batch not in self._asked and is_time and self._pay(batch):
             self._asked.add(batch)
-            self.start.strategies.compiler(batch.strategy).compile_soon(
-                [partial(program, count=COUNT)]
-            )
+            self.start.strategies.compiler(batch.strategy).compile_soon(programs)
         return False
+
+    def _programs(self, batch: BatchConfig) -> tuple[partial[Program], partial[Program]]:
+        """Return the programs that take a block's rows apart, and that run its steps."""
+        engine = self.start.now.engine
+        shape = engine.shape(batch.micro_batch_size)
+        return (
+            partial(engine.programs.cut, shape, count=COUNT),
+            partial(engine.programs.steps, shape, count=COUNT),
+        )
 
     def _compare(self, batch: BatchConfig) -> None:
         """Tell the analyst what blocks save, or give them up if they take longer."""
