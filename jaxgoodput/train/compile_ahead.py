@@ -412,7 +412,7 @@ class CompilationStarter:
             self._explorer.compiled(strategies.engine(self._strategy).compile_s(size), table)
         if is_trial or ticket.config != self._latest:
             self._latest, self._num_steps = ticket.config, 0
-        self._num_steps += 1
+        self._num_steps += not is_trial
         is_short = not table.step_s(1, ticket.config) >= SHORT_S
         if ticket.config != self._adopted and self._num_steps >= (KEPT_SHORT if is_short else KEPT):
             self._adopted = ticket.config

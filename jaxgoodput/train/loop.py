@@ -56,6 +56,8 @@ from jaxgoodput.train.task import Task
 from jaxgoodput.train.watcher import StepResult, Watcher
 from jaxgoodput.tune.tuner import Tuner
 
+MANY = 1000  # free steps: more make no difference
+
 
 @dataclass
 class Ending:
@@ -355,14 +357,18 @@ class Loop:
     def _num_free(self) -> int:
         """Return how many steps need no attention before the next one that does.
 
-        That is one that measures the noise, or after which a save, an evaluation or the end may be due.
+        That is one that measures the noise, or after which a save, an evaluation or the end may be due. While
+        what measures is being compiled, no step does.
         """
         now, total = self.now, self.config.base_steps
         num_unseen, most = self._unseen()
         left = self._due.progress_left(now.progress)
         if total is not None:
             left = min(left, total - now.progress)
-        return int(min(-now.step % now.statistics_every, max(left / most - num_unseen - 1, 0)))
+        left = max(left / most - num_unseen - 1, 0)
+        if self.kind.decisions.can_measure(now.batch):
+            left = min(left, -now.step % now.statistics_every)
+        return int(min(left, MANY))
 
     def _unseen(self) -> tuple[int, float]:
         """Return how many steps' progress is not known yet, and the most base steps that each is worth."""

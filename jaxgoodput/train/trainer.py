@@ -200,7 +200,7 @@ class Trainer(Task):
     def compile_sizes(self) -> None:
         """Compile other batch sizes and strategies in the background from now on. Callable from hooks.
 
-        By default this starts as soon as the measured noise suggests another batch size.
+        By default one size is compiled at a time, as soon as it promises to save more than that costs.
         """
         self._running().start.strategies.start()
 

@@ -26,7 +26,7 @@ from jaxgoodput.tune.verdict import StrategyOption
 KEEP = 48  # number of latest steps that a median is taken over
 MIN_COUNT = 3  # fewer steps make no median
 BUSY_WEIGHT = 0.1  # weight of a median of disturbed steps
-SHORT_S = 3e-3  # a step that takes longer hides its dispatch: it needs no blocks
+SHORT_S = 1e-2  # a longer step hides its dispatch, or is hardly delayed by it: it needs no blocks
 MOST_SAVED = 0.8  # share of a step alone that blocks are believed to save at another size
 
 

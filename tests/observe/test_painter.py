@@ -19,7 +19,7 @@ def test_the_dashboard_goes_on_while_a_picture_is_drawn(tmp_path, monkeypatch):
         return []
 
     monkeypatch.setattr(Drawing, "pictures", pictures)
-    dashboard = Dashboard(tmp_path, clock=FakeClock(), figures_every_s=0.0)
+    dashboard = Dashboard(tmp_path, clock=FakeClock(), figures_every_s=0.0, first_figure_s=0.0)
     dashboard.on_fit_start(synthetic.fit_start())
     dashboard.on_tune_end(synthetic.tune_end(10, 300.0, synthetic.START))
     assert began.wait(60)
@@ -36,7 +36,7 @@ def test_what_drawing_raises_reaches_the_hooks_thread(tmp_path, monkeypatch):
         raise ValueError("no colour")
 
     monkeypatch.setattr(Drawing, "pictures", pictures)
-    dashboard = Dashboard(tmp_path, clock=FakeClock(), figures_every_s=0.0)
+    dashboard = Dashboard(tmp_path, clock=FakeClock(), figures_every_s=0.0, first_figure_s=0.0)
     dashboard.on_fit_start(synthetic.fit_start())
     dashboard.on_tune_end(synthetic.tune_end(10, 300.0, synthetic.START))
     with pytest.raises(ValueError, match="no colour"):

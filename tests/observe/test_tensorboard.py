@@ -249,7 +249,7 @@ def test_failed_checkpoints_and_skipped_steps_are_told(tmp_path, clock):
 
 def test_pictures_are_drawn_at_changes_and_at_the_end_but_not_all_the_time(tmp_path, clock):
     pytest.importorskip("matplotlib")
-    dashboard = Dashboard(tmp_path, clock=clock, figures_every_s=60.0)
+    dashboard = Dashboard(tmp_path, clock=clock, figures_every_s=60.0, first_figure_s=0.0)
     dashboard.on_fit_start(synthetic.fit_start())
     drawn_at = (10, 50)
     for step in range(10, 60, 10):
@@ -270,7 +270,7 @@ def test_pictures_are_drawn_at_changes_and_at_the_end_but_not_all_the_time(tmp_p
 
 def test_a_change_between_two_dates_is_drawn_when_the_next_is_due(tmp_path, clock):
     pytest.importorskip("matplotlib")
-    dashboard = Dashboard(tmp_path, clock=clock, figures_every_s=60.0)
+    dashboard = Dashboard(tmp_path, clock=clock, figures_every_s=60.0, first_figure_s=0.0)
     dashboard.on_fit_start(synthetic.fit_start())
     dashboard.on_tune_end(synthetic.tune_end(10, 300.0, synthetic.START))  # drawn at once
     clock.advance(5.0)
@@ -288,7 +288,7 @@ def test_a_change_between_two_dates_is_drawn_when_the_next_is_due(tmp_path, cloc
 
 def test_where_the_batch_stays_pictures_are_drawn_seldom(tmp_path, clock):
     pytest.importorskip("matplotlib")
-    dashboard = Dashboard(tmp_path, clock=clock, figures_every_s=60.0)
+    dashboard = Dashboard(tmp_path, clock=clock, figures_every_s=60.0, first_figure_s=0.0)
     dashboard.on_fit_start(synthetic.fit_start())
     best = synthetic.tune_end(10, 300.0, synthetic.START).verdict.config
     for step in range(10, 1510, 10):
@@ -331,7 +331,7 @@ def test_without_matplotlib_one_line_says_how_to_get_pictures(tmp_path, clock, m
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "jaxgoodput.observe.dashboard.figures", raising=False)
     monkeypatch.delattr("jaxgoodput.observe.dashboard.figures", raising=False)
-    dashboard = Dashboard(tmp_path, clock=clock, figures_every_s=0.0)
+    dashboard = Dashboard(tmp_path, clock=clock, figures_every_s=0.0, first_figure_s=0.0)
     dashboard.on_fit_start(synthetic.fit_start())
     for step in (10, 20):
         dashboard.on_tune_end(synthetic.tune_end(step, 300.0, synthetic.START))

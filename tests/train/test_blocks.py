@@ -2,15 +2,18 @@
 
 import time
 import types
+from collections import Counter
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from problems import Counting, Evaluated, Mean, Recorder, config, counting_config, rows
 
 from jaxgoodput.engine.engine import Engine
-from jaxgoodput.goodput.search import BatchLimits
+from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe.events import Checkpoint, EvalEnd, StepEnd
 from jaxgoodput.train.compile_sizes import SizeCompiler
 from jaxgoodput.train.control import Preempted
@@ -174,6 +177,73 @@ def test_blocks_that_take_longer_than_single_steps_are_given_up(tmp_path, sizes,
     state = Counting(settings, **ONE).fit()
     np.testing.assert_array_equal(state.params["count"], 100)
     assert 0 < len(sizes) < 60  # of 150
+
+
+BATCH = BatchConfig(num_replicas=1, micro_batch_size=16, num_micro_batches=1)
+
+
+class Judged(blocks.Blocks):
+    """Blocks of a machine of which only the step times are made up."""
+
+    def __init__(self, alone_s: float, step_s: float, is_busy: bool, step: int):
+        self._alone_s, self.told = {BATCH: alone_s}, []
+        self._num_blocks, self._pause = Counter({BATCH: 100}), Counter()
+        self._slower, self._compared = {}, set()
+        self.analyst: Any = types.SimpleNamespace(
+            step_s=lambda batch: step_s, blocks_save=self.told.append
+        )
+        self.start: Any = types.SimpleNamespace(
+            strategies=types.SimpleNamespace(is_busy=is_busy), now=types.SimpleNamespace(step=step)
+        )
+
+
+@given(
+    alone_s=st.floats(1e-4, 1e-2),
+    step_s=st.floats(1e-4, 1e-1),
+    is_busy=st.booleans(),
+    step=st.integers(0, 10**6),
+    times=st.integers(1, 4),
+)
+def test_blocks_pause_if_they_are_slower_and_ever_longer(alone_s, step_s, is_busy, step, times):
+    """Beside a compilation they may take twice as long as steps did before it."""
+    judged: Any = Judged(alone_s, step_s, is_busy, step)
+    assume(abs(step_s - alone_s * (1 + is_busy)) > 1e-9)
+    is_slower = step_s > alone_s * (1 + is_busy)
+    for _ in range(times):
+        COMPARE(judged, BATCH)
+    pause = blocks.FIRST_PAUSE * 10 ** (times - 1)
+    assert judged._slower == ({BATCH: step + pause} if is_slower else {})
+    assert (judged._num_blocks[BATCH] == 0) == is_slower
+    assert judged.told == [max(alone_s - step_s, 0.0)], "the analyst is told once"
+
+
+def test_blocks_that_seemed_slower_are_tried_again(tmp_path, sizes, monkeypatch):
+    """The machine was busy with something else."""
+    slowly, steps = 8, Engine.steps
+
+    def disturbed(self, *args, count):
+        time.sleep(0.2 * (len(sizes) < slowly))
+        return steps(self, *args, count=count)
+
+    monkeypatch.setattr(Engine, "steps", disturbed)
+    monkeypatch.setattr(blocks, "KEEP", 16)
+    monkeypatch.setattr(blocks, "FIRST_PAUSE", 100)
+    monkeypatch.setattr(blocks.Blocks, "_compare", COMPARE)
+    is_timed = lambda self, batch: self.analyst.step_s(batch) > 0  # noqa: E731
+    monkeypatch.setattr(blocks.Blocks, "_pay", is_timed)
+    settings = counting_config(tmp_path, epochs=200, statistics__every_steps=1000)
+    state = Counting(settings, **ONE).fit()
+    np.testing.assert_array_equal(state.params["count"], 200)
+    assert len(sizes) > slowly
+
+
+def test_steps_are_free_while_what_measures_is_being_compiled(tmp_path, sizes, monkeypatch):
+    """None of them can measure, though every one should."""
+    monkeypatch.setattr(SizeCompiler, "can_measure", lambda self, size: False)
+    settings = counting_config(tmp_path, epochs=10, statistics__every_steps=1)
+    state = Counting(settings, **ONE).fit()
+    np.testing.assert_array_equal(state.params["count"], 10)
+    assert len(sizes) > 3
 
 
 def test_a_run_without_measured_decisions_has_no_blocks(tmp_path, sizes, monkeypatch):

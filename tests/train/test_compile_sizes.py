@@ -174,6 +174,32 @@ def test_one_size_is_compiled_at_a_time_and_measures_once_it_is_adopted():
     sizes.close()
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+def test_the_next_size_comes_before_measuring_only_if_some_size_was_measured(is_known):
+    engine = Scripted()
+    sizes = sizes_of(engine)
+    sizes.near(4)
+    if is_known:
+        sizes.near(2)
+        sizes.adopt(2)
+        assert sizes.wait(WAIT_S) and sizes.can_measure(2)
+    else:
+        sizes._measurable.clear()  # the first size's program was left for later
+    engine.may_go.clear()
+    engine.entered.clear()
+    engine.compiled.clear()
+    sizes.compile_next(32)
+    assert engine.entered.wait(WAIT_S)  # compiling 32
+    sizes.near(16)
+    sizes.adopt(16)
+    sizes.compile_next(64)
+    engine.may_go.set()
+    assert sizes.wait(WAIT_S)
+    step, measuring = map(engine.compiled.index, [("step", 64), ("step_measured", 16)])
+    assert (step < measuring) == is_known
+    sizes.close()
+
+
 def test_sizes_that_cover_all_batches_accumulate_only_if_one_does_not_fit():
     engine = Scripted()
     sizes = sizes_of(engine, accumulate=True, covers=True, budget=200)

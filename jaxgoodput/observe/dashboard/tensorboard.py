@@ -65,7 +65,8 @@ class Dashboard:
 
     With a `ledger`, each window also shows where the wall time went. A window costs well below a millisecond.
     Pictures cost more: they are drawn on a thread of their own, when the batch changes, at most every
-    `figures_every_s`, ten times as rarely while it stays the same, and once at the end.
+    `figures_every_s`, ten times as rarely while it stays the same, and once at the end. There are none in the
+    first `first_figure_s`, while the run compiles most.
     """
 
     def __init__(
@@ -75,13 +76,14 @@ class Dashboard:
         clock: Clock,
         ledger: TimeLedger | None = None,
         figures_every_s: float = 60.0,
+        first_figure_s: float = 20.0,
     ):
         self._workdir = pathlib.Path(workdir)
         self._clock = clock
         self._ledger = ledger
         self._open: _OpenRun | None = None
         self._flushed_s = clock.now()
-        self._pictures = _Pictures(clock, figures_every_s)
+        self._pictures = _Pictures(clock, figures_every_s, first_figure_s)
         self._painter = Painter()
         self._lacks_matplotlib = False
         self._comparison = _Comparison()
@@ -318,9 +320,10 @@ class Dashboard:
 class _Pictures:
     """Decides when pictures are due, and which: of the latest verdict and of the whole run."""
 
-    def __init__(self, clock: Clock, every_s: float):
+    def __init__(self, clock: Clock, every_s: float, first_s: float):
         self.progress = math.nan  # base steps at the last window
         self._clock = clock
+        self._begin_s = clock.now() + first_s
         self._every_s = every_s
         self._drawn_s = -math.inf
         self._pending: TuneEnd | None = None  # the verdict to draw next
@@ -355,7 +358,10 @@ class _Pictures:
 
     def are_due(self) -> bool:
         """Return whether to draw: at the first fit, when the batch changes, or after a long time."""
-        waited_s = self._clock.now() - self._drawn_s
+        now_s = self._clock.now()
+        if now_s < self._begin_s:
+            return False  # drawing competes with compiling, which pays sooner
+        waited_s = now_s - self._drawn_s
         is_news = self._pending is not None and (self._pending.switched or math.isinf(waited_s))
         has_any = self._pending is not None or bool(self._sweep.seconds)
         return has_any and waited_s >= self._every_s * (1 if is_news else _AT_REST)

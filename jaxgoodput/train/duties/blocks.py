@@ -4,7 +4,7 @@ A block is read, put on the device, dispatched and waited for as one; each of it
 step that measures the noise, or at which something is due, is dispatched alone, and so is every step of a
 size on trial, which has no block yet. What blocks have saved at another size is therefore taken off its
 times, or it would seem slower than it will be. If the steps of blocks turn out to take longer than steps
-alone, as convolutions in a loop may on a CPU, no more blocks are dispatched.
+alone, as convolutions in a loop may on a CPU, blocks pause, ten times as long each time.
 
 The compiler fuses a step in a loop in another way than one alone, so that results differ by rounding. When
 blocks begin depends on measured times. A run that nothing measured may change has no blocks
@@ -27,8 +27,11 @@ from jaxgoodput.train.prepare import PreparedRun
 from jaxgoodput.tune.timings import KEEP, SHORT_S
 
 COUNT = 8  # steps of a block
-SAVED_S = 4e-4  # by a step in a block, about
+# What a step in a block saves, about: its dispatch and, on a CPU, a share of the step, with whose own threads
+# those of the loop compete.
+SAVED_S, SAVED_ON_CPU = 4e-4, 0.2
 LOOK_EVERY = 16  # steps
+FIRST_PAUSE = 512  # steps, more than a median is taken over; ten times as many each time
 
 
 @dataclass
@@ -43,8 +46,10 @@ class Blocks:
     """Seconds of a step before the first block of a batch."""
     _num_blocks: Counter[BatchConfig] = field(default_factory=Counter)
     """Blocks so far."""
-    _slower: set[BatchConfig] = field(default_factory=set)
-    """Batches whose steps take longer in blocks."""
+    _slower: dict[BatchConfig, int] = field(default_factory=dict)
+    """The step from which blocks are tried again, for batches whose steps took longer in them."""
+    _pause: Counter[BatchConfig] = field(default_factory=Counter)
+    """Steps until then, the last time."""
     _compared: set[BatchConfig] = field(default_factory=set)
     """Batches for which the times with and without blocks were compared."""
     _single: deque[StepBatch] = field(default_factory=deque)
@@ -79,12 +84,16 @@ class Blocks:
         programs = self._programs(batch)
         is_time = now.step % LOOK_EVERY < COUNT  # blocks may step over a multiple
         if all(now.engine.compiled.peek(x) is not None for x in programs):
+            if now.step < self._slower.get(batch, 0):
+                return False
             if not self._num_blocks[batch]:
-                # What blocks of other sizes have saved was taken off its times.
-                self._alone_s[batch] = self.analyst.step_s(batch) + self.analyst.saved_by_blocks_s
+                self._alone_s[batch] = self.analyst.step_s(batch)
+                if batch not in self._compared:
+                    # What blocks of other sizes have saved was taken off its times.
+                    self._alone_s[batch] += self.analyst.saved_by_blocks_s
             if is_time and self._num_blocks[batch] * COUNT >= KEEP:
                 self._compare(batch)
-            return batch not in self._slower and self._left() >= COUNT
+            return now.step >= self._slower.get(batch, 0) and self._left() >= COUNT
         if batch not in self._asked and is_time and self._pay(batch):
             self._asked.add(batch)
             self.start.strategies.compiler(batch.strategy).compile_soon(programs)
@@ -100,11 +109,18 @@ class Blocks:
         )
 
     def _compare(self, batch: BatchConfig) -> None:
-        """Tell the analyst what blocks save, or give them up if they take longer."""
+        """Tell the analyst what blocks save, or give them up for a while if they take longer.
+
+        Something else may have held up the machine meanwhile, so they are tried again, ever more rarely.
+        """
         # The median is of the latest steps: by now mostly of blocks.
         saved_s = self._alone_s[batch] - self.analyst.step_s(batch)
-        if saved_s < 0:
-            self._slower.add(batch)
+        # Beside a compilation that has begun since, everything takes longer.
+        excused_s = self._alone_s[batch] if self.start.strategies.is_busy else 0.0
+        if saved_s < -excused_s:
+            self._pause[batch] = self._pause[batch] * 10 or FIRST_PAUSE
+            self._slower[batch] = self.start.now.step + self._pause[batch]
+            self._num_blocks[batch] = 0
         if batch not in self._compared:
             self._compared.add(batch)
             self.analyst.blocks_save(max(saved_s, 0.0))
@@ -126,8 +142,10 @@ class Blocks:
 
     def _pay(self, batch: BatchConfig) -> bool:
         """Whether a program of blocks would save more time than compiling it takes."""
-        step_s = self.analyst.step_s(batch)
-        return step_s < SHORT_S and self._left() * SAVED_S > self.start.compile_s
+        step_s, saved_s = self.analyst.step_s(batch), SAVED_S
+        if self.start.now.engine.layout.mesh.devices.flat[0].platform == "cpu":
+            saved_s = max(saved_s, SAVED_ON_CPU * step_s)
+        return step_s < SHORT_S and self._left() * saved_s > self.start.compile_s
 
     def _left(self) -> float:
         """Return how many steps at this batch the data and the settings leave, at most."""
