@@ -27,6 +27,7 @@ from jaxgoodput.train.control import DEPTH, Control, Requests
 from jaxgoodput.train.reporter import Reporter, WindowInputs
 from jaxgoodput.train.watcher import StepResult
 from jaxgoodput.tune.batch import tune
+from jaxgoodput.tune.block_times import BlockTimes
 from jaxgoodput.tune.cadence import FIRST_CADENCE, NoiseCadence
 from jaxgoodput.tune.due import VerdictTimer
 from jaxgoodput.tune.evidence import Evidence
@@ -145,13 +146,9 @@ class Analyst:
         return self._timings.step_s(config)
 
     @property
-    def saved_by_blocks_s(self) -> float:
-        """Seconds that a step in a block takes less than one alone, as last compared; 0 if unknown."""
-        return self._timings.saved_by_blocks_s
-
-    def blocks_save(self, seconds: float) -> None:
-        """Note how much less a step takes in a block than alone."""
-        self._timings.saved_by_blocks_s = seconds
+    def blocks(self) -> BlockTimes:
+        """Step times with and without blocks."""
+        return self._timings.blocks
 
     def tell(self, event: Event) -> None:
         """Pass an event on to the hooks, after everything handed in before it."""

@@ -21,10 +21,11 @@ from jaxgoodput.parallel.move import MoveDoesNotFit
 from jaxgoodput.parallel.partition import CannotDivide
 from jaxgoodput.train.compile_sizes import SizeCompiler
 from jaxgoodput.train.watcher import Ticket
+from jaxgoodput.tune.block_times import SHORT_S
 from jaxgoodput.tune.exploring import Explorer
 from jaxgoodput.tune.payoff import strategies_pay
 from jaxgoodput.tune.plan import BatchPlan, Indivisible
-from jaxgoodput.tune.timings import SHORT_S, TimingTable
+from jaxgoodput.tune.timings import TimingTable
 from jaxgoodput.tune.verdict import Situation, StrategyOption
 
 # Assumed bytes per second of a move before one has been measured: a modest memory or link.
@@ -32,9 +33,9 @@ ASSUMED_BYTES_PER_S = 1e9
 # All programs of a size, one of which measures the noise, take about this many times as long to compile as
 # its plain step.
 WHOLE = 3
-# Steps after which a batch is no longer on trial, so that its noise is to be measured. Short steps are timed
-# first: if blocks of them pay, these are compiled before.
-KEPT, KEPT_SHORT = 8, 32
+# Steps after which a batch is no longer on trial in any process, so that its noise is to be measured. Short
+# ones are waited for longer: if blocks of them pay, these are compiled before.
+TRIAL_STEPS, SHORT_STEPS = 16, 32
 
 
 class StrategyCompiler:
@@ -396,7 +397,6 @@ class CompilationStarter:
         self._compile_s = compile_s
         self._explorer = Explorer(compile_s, began_s)
         self._strategy = ""  # whose size is being compiled
-        self._adopted: BatchConfig | None = None
         self._latest: BatchConfig | None = None
         self._num_steps = 0  # with it, since its trial
 
@@ -414,9 +414,10 @@ class CompilationStarter:
             self._latest, self._num_steps = ticket.config, 0
         self._num_steps += not is_trial
         is_short = not table.step_s(1, ticket.config) >= SHORT_S
-        if ticket.config != self._adopted and self._num_steps >= (KEPT_SHORT if is_short else KEPT):
-            self._adopted = ticket.config
-            self._strategies.adopt(ticket.config)
+        if self._num_steps >= (SHORT_STEPS if is_short else TRIAL_STEPS):
+            self._strategies.adopt(
+                ticket.config
+            )  # at each step: it may be in use again after a trial
 
     def consider(
         self,

@@ -6,7 +6,7 @@ buffers, because the first execution is slow even of a compiled program.
 
 A size becomes ready once it has been through both. Only ready sizes are ever chosen. The program that
 measures the noise takes twice as long to compile as the step itself, and most sizes are only tried: it is
-compiled before anything else once its size is adopted. Once all sizes are wanted, theirs are compiled along.
+compiled once its size is adopted. Once all sizes are wanted, theirs are compiled along.
 """
 
 import math
@@ -156,7 +156,7 @@ class SizeCompiler:
         return int(min(len(self._order), self._num_allowed))
 
     def near(self, size: int) -> None:
-        """Note that `size` is in use: queue the sizes around it, and prepare it to measure the noise."""
+        """Note that `size` is in use, and queue the sizes around it. `adopt` has it measure the noise."""
         with self._changed:
             is_first = not self._order
             if is_first:
@@ -263,9 +263,12 @@ class SizeCompiler:
             self._changed.notify_all()
 
     def compile_soon(self, programs: Sequence[Callable[[], Program]]) -> None:
-        """Compile these programs next, on the thread; without `background` they are left until needed."""
+        """Compile these programs next, on the thread, behind others that were asked for in this way.
+
+        Without `background` they are left until needed.
+        """
         with self._changed:
-            self._urgent = tuple(programs) if self._background else ()
+            self._urgent += tuple(programs) if self._background else ()
             if self._urgent:
                 self._run_worker()
                 self._changed.notify_all()
@@ -336,14 +339,13 @@ class SizeCompiler:
     def _step(self) -> bool:
         """Compile what is most urgent, one thing per call; False if nothing is waiting.
 
-        Urgent programs come first, then the measuring program of the size in use, then the next size.
+        Urgent programs come first, then the measuring program of the size in use, then the next size. If the
+        noise was measured at another size, and single sizes are asked for, the next size comes first.
         """
         if urgent := self._urgent:
-            self._compile(
-                urgent
-            )  # without the lock, so that `compile_soon` may replace them meanwhile
+            self._compile(urgent)  # without the lock, so that `compile_soon` may add more meanwhile
             with self._changed:
-                self._urgent = self._urgent if self._urgent is not urgent else ()
+                self._urgent = self._urgent[len(urgent) :]
                 self._changed.notify_all()
             return not self._is_closed
         with self._changed:

@@ -56,8 +56,6 @@ from jaxgoodput.train.task import Task
 from jaxgoodput.train.watcher import StepResult, Watcher
 from jaxgoodput.tune.tuner import Tuner
 
-MANY = 1000  # free steps: more make no difference
-
 
 @dataclass
 class Ending:
@@ -354,7 +352,7 @@ class Loop:
             self._give_up()
             return None
 
-    def _num_free(self) -> int:
+    def _num_free(self) -> float:
         """Return how many steps need no attention before the next one that does.
 
         That is one that measures the noise, or after which a save, an evaluation or the end may be due. While
@@ -368,7 +366,7 @@ class Loop:
         left = max(left / most - num_unseen - 1, 0)
         if self.kind.decisions.can_measure(now.batch):
             left = min(left, -now.step % now.statistics_every)
-        return int(min(left, MANY))
+        return float(left)
 
     def _unseen(self) -> tuple[int, float]:
         """Return how many steps' progress is not known yet, and the most base steps that each is worth."""

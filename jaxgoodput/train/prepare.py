@@ -222,7 +222,7 @@ def prepare(
 def _find_devices(
     inputs: TaskInputs, devices: Sequence[Any] | None, membership: Membership | None
 ) -> RunSetup:
-    """Find the devices and their memory, and make the engines of all strategies; nothing is compiled."""
+    """Find the devices and their memory, and make the engines of all strategies, without their programs."""
     config = inputs.config
     where = place_of(devices, config.strategies, membership)
     require_end(config, inputs.dataset)

@@ -21,13 +21,11 @@ import numpy as np
 from jaxgoodput.goodput.fit import PerfFit, StepTimings
 from jaxgoodput.goodput.perf import Feeding, PerfParams, Placement, step_time
 from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.tune.block_times import KEEP, BlockTimes
 from jaxgoodput.tune.verdict import StrategyOption
 
-KEEP = 48  # number of latest steps that a median is taken over
 MIN_COUNT = 3  # fewer steps make no median
 BUSY_WEIGHT = 0.1  # weight of a median of disturbed steps
-SHORT_S = 1e-2  # a longer step hides its dispatch, or is hardly delayed by it: it needs no blocks
-MOST_SAVED = 0.8  # share of a step alone that blocks are believed to save at another size
 
 
 @dataclass(frozen=True)
@@ -258,9 +256,7 @@ class StrategyTimings:
         self.num_nodes = num_nodes
         self.switches = SwitchCosts(book)
         self.fits: dict[str, PerfFit | None] = {}
-        self.saved_by_blocks_s = 0.0
-        """Seconds that a step in a block takes less than one alone, as last compared; 0 if unknown."""
-        self._in_blocks: set[BatchConfig] = set()
+        self.blocks = BlockTimes()
         self._tables: dict[str, TimingTable] = {}
         self._lock = threading.Lock()
 
@@ -283,21 +279,15 @@ class StrategyTimings:
         `in_block` says that it was dispatched with others. From the times of a batch that has no blocks yet,
         but may have some if it is adopted, is taken what they have saved elsewhere.
         """
+        if not measured:
+            self.blocks.add(config, parts.step_s, in_block=in_block, busy=busy)
+        if not in_block:
+            step_s = self.blocks.corrected(config, parts.step_s)
+            parts = dataclasses.replace(parts, step_s=step_s)
         with self._lock:
-            if in_block:
-                self._in_blocks.add(config)
-            elif self._will_have_blocks(config, parts.step_s):
-                saved_s = min(self.saved_by_blocks_s, MOST_SAVED * parts.step_s)
-                parts = dataclasses.replace(parts, step_s=parts.step_s - saved_s)
             self.table(config.strategy).add(
                 self.key(config, measured=measured), parts, step, busy=busy
             )
-
-    def _will_have_blocks(self, config: BatchConfig, step_s: float) -> bool:
-        """Return whether steps of a batch have no blocks yet, and may have some."""
-        is_single = config.num_replicas == config.num_micro_batches == 1
-        is_known = self.saved_by_blocks_s > 0 and config not in self._in_blocks
-        return is_known and is_single and step_s < SHORT_S
 
     def step_s(self, config: BatchConfig) -> float:
         """Return the median seconds of a configuration's steps; NaN if none was recorded."""

@@ -268,6 +268,18 @@ def test_pictures_are_drawn_at_changes_and_at_the_end_but_not_all_the_time(tmp_p
             assert size == [b"720", b"440"]
 
 
+def test_no_picture_is_drawn_at_first(tmp_path, clock):
+    pytest.importorskip("matplotlib")
+    dashboard = Dashboard(tmp_path, clock=clock, figures_every_s=1.0, first_figure_s=20.0)
+    dashboard.on_fit_start(synthetic.fit_start())
+    for step in range(10, 100, 10):
+        dashboard.on_tune_end(synthetic.tune_end(step, 300.0, synthetic.START))
+        clock.advance(4.9)
+    dashboard.close()
+    pictures = eventreader.values(tmp_path / "tensorboard" / "measured", "model/fit")
+    assert next(step for step, _ in pictures) == 60, "after 24.5 s, with the sixth verdict"
+
+
 def test_a_change_between_two_dates_is_drawn_when_the_next_is_due(tmp_path, clock):
     pytest.importorskip("matplotlib")
     dashboard = Dashboard(tmp_path, clock=clock, figures_every_s=60.0, first_figure_s=0.0)

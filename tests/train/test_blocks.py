@@ -1,5 +1,6 @@
 """Steps that are dispatched at once are the steps that they would be one by one, in all that anyone sees."""
 
+import math
 import time
 import types
 from collections import Counter
@@ -8,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from problems import Counting, Evaluated, Mean, Recorder, config, counting_config, rows
 
@@ -19,10 +20,12 @@ from jaxgoodput.train.compile_sizes import SizeCompiler
 from jaxgoodput.train.control import Preempted
 from jaxgoodput.train.duties import blocks
 from jaxgoodput.train.runs.alone import Alone
+from jaxgoodput.tune.block_times import KEEP, BlockTimes
 
 ONE: dict[str, Any] = {"devices": jax.devices()[:1]}
 MAY_ROUND: Any = blocks.Blocks.may_round
 COMPARE = blocks.Blocks._compare
+KNOWS_ALONE = BlockTimes.knows_alone
 
 
 @pytest.fixture
@@ -42,6 +45,8 @@ def sizes(monkeypatch):
 
     monkeypatch.setattr(blocks, "COUNT", 4)
     monkeypatch.setattr(blocks, "LOOK_EVERY", 1)
+    monkeypatch.setattr(blocks, "SETTLED", 0)
+    monkeypatch.setattr(BlockTimes, "knows_alone", lambda self, config, *, busy: True)
     monkeypatch.setattr(blocks.Blocks, "_pay", lambda self, batch: True)
     # These models give the same bits in blocks: what they compute with is exact, or a sum of few numbers.
     monkeypatch.setattr(blocks.Blocks, "may_round", True)
@@ -171,6 +176,7 @@ def test_blocks_that_take_longer_than_single_steps_are_given_up(tmp_path, sizes,
 
     monkeypatch.setattr(Engine, "steps", slow)
     monkeypatch.setattr(blocks.Blocks, "_compare", COMPARE)
+    monkeypatch.setattr(BlockTimes, "knows_alone", KNOWS_ALONE)
     is_timed = lambda self, batch: self.analyst.step_s(batch) > 0  # noqa: E731
     monkeypatch.setattr(blocks.Blocks, "_pay", is_timed)
     settings = counting_config(tmp_path, epochs=100, statistics__every_steps=1000)
@@ -182,39 +188,27 @@ def test_blocks_that_take_longer_than_single_steps_are_given_up(tmp_path, sizes,
 BATCH = BatchConfig(num_replicas=1, micro_batch_size=16, num_micro_batches=1)
 
 
-class Judged(blocks.Blocks):
-    """Blocks of a machine of which only the step times are made up."""
-
-    def __init__(self, alone_s: float, step_s: float, is_busy: bool, step: int):
-        self._alone_s, self.told = {BATCH: alone_s}, []
-        self._num_blocks, self._pause = Counter({BATCH: 100}), Counter()
-        self._slower, self._compared = {}, set()
-        self.analyst: Any = types.SimpleNamespace(
-            step_s=lambda batch: step_s, blocks_save=self.told.append
-        )
-        self.start: Any = types.SimpleNamespace(
-            strategies=types.SimpleNamespace(is_busy=is_busy), now=types.SimpleNamespace(step=step)
-        )
-
-
-@given(
-    alone_s=st.floats(1e-4, 1e-2),
-    step_s=st.floats(1e-4, 1e-1),
-    is_busy=st.booleans(),
-    step=st.integers(0, 10**6),
-    times=st.integers(1, 4),
-)
-def test_blocks_pause_if_they_are_slower_and_ever_longer(alone_s, step_s, is_busy, step, times):
-    """Beside a compilation they may take twice as long as steps did before it."""
-    judged: Any = Judged(alone_s, step_s, is_busy, step)
-    assume(abs(step_s - alone_s * (1 + is_busy)) > 1e-9)
-    is_slower = step_s > alone_s * (1 + is_busy)
-    for _ in range(times):
+@given(slow=st.lists(st.booleans(), min_size=1, max_size=6), step=st.integers(0, 10**6))
+def test_blocks_pause_if_they_are_slower_and_ever_longer(slow, step):
+    """However often they were faster in between."""
+    times = BlockTimes()
+    now = types.SimpleNamespace(step=step)
+    judged: Any = types.SimpleNamespace(
+        analyst=types.SimpleNamespace(blocks=times),
+        start=types.SimpleNamespace(now=now),
+        _pause=Counter(),
+        _slower={},
+    )
+    for i, is_slow in enumerate(slow):
+        for _ in range(KEEP):
+            times.add(BATCH, 1e-3, in_block=False, busy=False)
+            times.add(BATCH, 2e-3 if is_slow else 5e-4, in_block=True, busy=False)
+        now.step = step + i
         COMPARE(judged, BATCH)
-    pause = blocks.FIRST_PAUSE * 10 ** (times - 1)
-    assert judged._slower == ({BATCH: step + pause} if is_slower else {})
-    assert (judged._num_blocks[BATCH] == 0) == is_slower
-    assert judged.told == [max(alone_s - step_s, 0.0)], "the analyst is told once"
+        pause = blocks.FIRST_PAUSE * 10 ** (sum(slow[: i + 1]) - 1)
+        if is_slow:
+            assert judged._slower == {BATCH: now.step + pause}
+            assert math.isnan(times.compare(BATCH)), "they are to be compared afresh"
 
 
 def test_blocks_that_seemed_slower_are_tried_again(tmp_path, sizes, monkeypatch):
@@ -226,9 +220,9 @@ def test_blocks_that_seemed_slower_are_tried_again(tmp_path, sizes, monkeypatch)
         return steps(self, *args, count=count)
 
     monkeypatch.setattr(Engine, "steps", disturbed)
-    monkeypatch.setattr(blocks, "KEEP", 16)
     monkeypatch.setattr(blocks, "FIRST_PAUSE", 100)
     monkeypatch.setattr(blocks.Blocks, "_compare", COMPARE)
+    monkeypatch.setattr(BlockTimes, "knows_alone", KNOWS_ALONE)
     is_timed = lambda self, batch: self.analyst.step_s(batch) > 0  # noqa: E731
     monkeypatch.setattr(blocks.Blocks, "_pay", is_timed)
     settings = counting_config(tmp_path, epochs=200, statistics__every_steps=1000)

@@ -1,16 +1,24 @@
 """The noise of a batch is measured once it is kept: steps of its trial, and its last ones, do not count."""
 
+import dataclasses
 from typing import Any
 from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted import WAIT_S, Scripted, sizes_of
 
 from jaxgoodput.goodput.search import BatchConfig
-from jaxgoodput.train.compile_ahead import KEPT, KEPT_SHORT, CompilationStarter, StrategyCompiler
+from jaxgoodput.train.compile_ahead import (
+    SHORT_STEPS,
+    TRIAL_STEPS,
+    CompilationStarter,
+    StrategyCompiler,
+)
 from jaxgoodput.train.watcher import Ticket
-from jaxgoodput.tune.timings import SHORT_S, TimingTable
+from jaxgoodput.tune.block_times import SHORT_S
+from jaxgoodput.tune.timings import TimingTable
 
 CONFIGS = [
     BatchConfig(num_replicas=1, micro_batch_size=4**k, num_micro_batches=1) for k in range(3)
@@ -19,7 +27,7 @@ STEP_S = dict(zip(CONFIGS, (SHORT_S / 2, SHORT_S * 2, float("nan")), strict=True
 
 
 def needed(config):
-    return KEPT if STEP_S[config] >= SHORT_S else KEPT_SHORT
+    return TRIAL_STEPS if STEP_S[config] >= SHORT_S else SHORT_STEPS
 
 
 def told(runs):
@@ -42,7 +50,7 @@ RUNS = st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.integers(1, 50)),
 
 
 @given(RUNS)
-def test_a_batch_is_adopted_once_it_is_kept_for_some_steps(runs):
+def test_a_batch_is_adopted_while_it_is_kept(runs):
     expected: list[BatchConfig] = []
     latest, count = None, 0
     for index, is_trial, steps in runs:
@@ -51,12 +59,36 @@ def test_a_batch_is_adopted_once_it_is_kept_for_some_steps(runs):
             if is_trial or config != latest:
                 latest, count = config, 0
             count += not is_trial
-            if count >= needed(config) and (not expected or expected[-1] != config):
+            if count >= needed(config):
                 expected.append(config)
     assert told(runs) == expected
 
 
-@pytest.mark.parametrize("late", [1, 2, 4])
+@pytest.mark.parametrize("late", [1, 4, TRIAL_STEPS - 1])
 def test_steps_still_on_their_way_after_a_trial_adopt_nothing(late):
-    kept = (0, False, KEPT_SHORT)
-    assert told([kept, (1, True, 8), (1, False, late), kept]) == [CONFIGS[0]]
+    kept = (0, False, SHORT_STEPS)
+    assert set(told([kept, (1, True, 8), (1, False, late), kept])) == {CONFIGS[0]}
+
+
+def test_a_batch_that_a_trial_has_interrupted_measures_in_the_end():
+    """It was adopted, but nothing was compiled yet when another batch was tried."""
+    engine = Scripted()
+    engine.may_go.clear()
+    sizes = sizes_of(engine)
+    sizes.near(4)
+    sizes.compile_next(64)
+    assert engine.entered.wait(WAIT_S)  # the thread is compiling
+    strategies: Any = mock.Mock(spec=StrategyCompiler)
+    strategies.adopt = lambda config: sizes.adopt(config.micro_batch_size)
+    starter = CompilationStarter(strategies, 1.0, 0.0, explores=False)
+    table: Any = mock.Mock(spec=TimingTable)
+    table.step_s = lambda num_nodes, config: SHORT_S * 2
+    for size, is_trial in ((16, False), (64, True), (16, False)):
+        sizes.near(size)
+        ticket: Any = mock.Mock(spec=Ticket)
+        ticket.config = dataclasses.replace(CONFIGS[0], micro_batch_size=size)
+        for _ in range(TRIAL_STEPS):
+            starter.stepped(ticket, table, is_trial=is_trial)
+    engine.may_go.set()
+    assert sizes.wait(WAIT_S) and sizes.can_measure(16)
+    sizes.close()

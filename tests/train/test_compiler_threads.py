@@ -55,18 +55,19 @@ def test_a_python_thread_is_left_out_however_much_it_works():
 
 def test_a_priority_is_lowered_once_and_never_raised():
     """In threads that end: an ordinary user cannot raise a priority again."""
+    first = os.getpriority(os.PRIO_PROCESS, 0)
     seen = []
 
     def body():
         own = threading.get_native_id()
-        for niceness in (3, 7, 5):
-            lower_priority([own], niceness)
-            seen.append(os.getpriority(os.PRIO_PROCESS, own))
+        for niceness in (1, 3, 2):
+            lower_priority([own], first + niceness)
+            seen.append(os.getpriority(os.PRIO_PROCESS, own) - first)
 
     thread = threading.Thread(target=body)
     thread.start()
     thread.join()
-    assert seen == [3, 7, 7]
+    assert seen == [1, 3, 3]
     while os.path.exists(f"/proc/self/task/{thread.native_id}"):
         time.sleep(0.01)
     assert thread.native_id is not None

@@ -15,8 +15,6 @@ from jaxgoodput.tune.cadence import FIRST_CADENCE, NoiseCadence
 from jaxgoodput.tune.payoff import RunLength
 from jaxgoodput.tune.remembered import BEGINNING, BatchHistory, ProgramMemory
 from jaxgoodput.tune.timings import (
-    MOST_SAVED,
-    SHORT_S,
     FeedingTimes,
     Parts,
     StrategyTimings,
@@ -172,24 +170,3 @@ def test_a_run_ends_by_progress_or_by_samples():
     pure_noise = GradParams(sqr=0.0, var=1.0)
     assert steps.left_s(pure_noise, 20.0, 0, **now) == pytest.approx(80 / 2 * 0.5)
     assert passes.left_s(pure_noise, 0.0, 640, **now) == pytest.approx(10 * 0.5)
-
-
-@given(step_s=st.floats(1e-4, 1e-2), saved_s=st.floats(0, 1e-2), replicas=st.sampled_from([1, 2]))
-def test_what_blocks_save_is_taken_off_the_times_of_sizes_that_may_have_some(
-    step_s, saved_s, replicas
-):
-    timings, one = StrategyTimings(num_nodes=1), at(32)
-    timings.saved_by_blocks_s = saved_s
-    config = dataclasses.replace(one, num_replicas=replicas)
-
-    def add(config, in_block=False):
-        kind = {"measured": False, "busy": False, "in_block": in_block}
-        timings.add(config, Parts(step_s), 1, **kind)
-        return timings.step_s(config)
-
-    found = add(config)
-    if replicas == 1 and step_s < SHORT_S:
-        assert found == pytest.approx(max(step_s - saved_s, (1 - MOST_SAVED) * step_s))
-    else:
-        assert found == step_s
-    assert add(at(64), in_block=True) == step_s == add(at(64)), "it has blocks of its own"

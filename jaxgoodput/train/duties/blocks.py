@@ -1,10 +1,11 @@
-"""`Blocks`: has several steps dispatched at once while a step takes less than dispatching it.
+"""`Blocks`: has several steps dispatched at once if they are short.
 
 A block is read, put on the device, dispatched and waited for as one; each of its steps has its own result. A
 step that measures the noise, or at which something is due, is dispatched alone, and so is every step of a
 size on trial, which has no block yet. What blocks have saved at another size is therefore taken off its
 times, or it would seem slower than it will be. If the steps of blocks turn out to take longer than steps
-alone, as convolutions in a loop may on a CPU, blocks pause, ten times as long each time.
+alone, as convolutions in a loop may on a CPU, blocks pause, ten times as long each time. To be compared, some
+steps are dispatched alone first, beside a compilation and without one.
 
 The compiler fuses a step in a loop in another way than one alone, so that results differ by rounding. When
 blocks begin depends on measured times. A run that nothing measured may change has no blocks
@@ -24,13 +25,15 @@ from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.train.analyst import Analyst
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.prepare import PreparedRun
-from jaxgoodput.tune.timings import KEEP, SHORT_S
+from jaxgoodput.tune.block_times import SHORT_S
 
 COUNT = 8  # steps of a block
-# What a step in a block saves, about: its dispatch and, on a CPU, a share of the step, with whose own threads
-# those of the loop compete.
+# What a step in a block saves, about: its dispatch and, on a CPU, a fifth of the step, because the loop's
+# threads take processors from it.
 SAVED_S, SAVED_ON_CPU = 4e-4, 0.2
+HIDDEN_S = 3e-3  # a step that takes longer on an accelerator hides its dispatch
 LOOK_EVERY = 16  # steps
+SETTLED = 16  # steps after which a batch is not only tried
 FIRST_PAUSE = 512  # steps, more than a median is taken over; ten times as many each time
 
 
@@ -42,20 +45,16 @@ class Blocks:
     config: Config
     analyst: Analyst
     _asked: set[BatchConfig] = field(default_factory=set)
-    _alone_s: dict[BatchConfig, float] = field(default_factory=dict)
-    """Seconds of a step before the first block of a batch."""
-    _num_blocks: Counter[BatchConfig] = field(default_factory=Counter)
-    """Blocks so far."""
     _slower: dict[BatchConfig, int] = field(default_factory=dict)
     """The step from which blocks are tried again, for batches whose steps took longer in them."""
     _pause: Counter[BatchConfig] = field(default_factory=Counter)
     """Steps until then, the last time."""
-    _compared: set[BatchConfig] = field(default_factory=set)
-    """Batches for which the times with and without blocks were compared."""
+    _since: tuple[BatchConfig | None, int] = (None, 0)
+    """The batch in use, and the step at which it was first seen."""
     _single: deque[StepBatch] = field(default_factory=deque)
     """Batches of a block that are handed out one by one."""
 
-    def next(self, num_free: int, meanwhile: Callable[[], None]) -> StepBatch | None:
+    def next(self, num_free: float, meanwhile: Callable[[], None]) -> StepBatch | None:
         """Return the next batch or, if the next `num_free` steps need no attention, a block; None at the end.
 
         `meanwhile` is called now and then while it waits, and may raise.
@@ -70,7 +69,6 @@ class Blocks:
             return self.start.run.next_batch(now, meanwhile)
         block = loader.next_block(now.batch, COUNT, meanwhile=meanwhile)
         if num_free >= COUNT:
-            self._num_blocks[now.batch] += 1
             return block
         cut, _ = self._programs(now.batch)
         self._single.extend(loader.apart(block, now.engine.compiled(cut)))
@@ -81,20 +79,18 @@ class Blocks:
         now, batch = self.start.now, self.start.now.batch
         if not self._are_possible(batch):
             return False
+        if batch != self._since[0]:
+            self._since = batch, now.step
         programs = self._programs(batch)
         is_time = now.step % LOOK_EVERY < COUNT  # blocks may step over a multiple
         if all(now.engine.compiled.peek(x) is not None for x in programs):
-            if now.step < self._slower.get(batch, 0):
-                return False
-            if not self._num_blocks[batch]:
-                self._alone_s[batch] = self.analyst.step_s(batch)
-                if batch not in self._compared:
-                    # What blocks of other sizes have saved was taken off its times.
-                    self._alone_s[batch] += self.analyst.saved_by_blocks_s
-            if is_time and self._num_blocks[batch] * COUNT >= KEEP:
+            if now.step >= self._slower.get(batch, 0) and is_time:
                 self._compare(batch)
-            return now.step >= self._slower.get(batch, 0) and self._left() >= COUNT
-        if batch not in self._asked and is_time and self._pay(batch):
+            is_wanted = now.step >= self._slower.get(batch, 0) and self._left() >= COUNT
+            busy = self.start.strategies.is_busy
+            return is_wanted and self.analyst.blocks.knows_alone(batch, busy=busy)
+        is_settled = now.step - self._since[1] >= SETTLED
+        if batch not in self._asked and is_time and is_settled and self._pay(batch):
             self._asked.add(batch)
             self.start.strategies.compiler(batch.strategy).compile_soon(programs)
         return False
@@ -109,21 +105,14 @@ class Blocks:
         )
 
     def _compare(self, batch: BatchConfig) -> None:
-        """Tell the analyst what blocks save, or give them up for a while if they take longer.
+        """Find out what blocks save; if they take longer, none are dispatched for a while.
 
         Something else may have held up the machine meanwhile, so they are tried again, ever more rarely.
         """
-        # The median is of the latest steps: by now mostly of blocks.
-        saved_s = self._alone_s[batch] - self.analyst.step_s(batch)
-        # Beside a compilation that has begun since, everything takes longer.
-        excused_s = self._alone_s[batch] if self.start.strategies.is_busy else 0.0
-        if saved_s < -excused_s:
+        if self.analyst.blocks.compare(batch) < 0:
             self._pause[batch] = self._pause[batch] * 10 or FIRST_PAUSE
             self._slower[batch] = self.start.now.step + self._pause[batch]
-            self._num_blocks[batch] = 0
-        if batch not in self._compared:
-            self._compared.add(batch)
-            self.analyst.blocks_save(max(saved_s, 0.0))
+            self.analyst.blocks.forget(batch)
 
     def _are_possible(self, batch: BatchConfig) -> bool:
         start = self.start
@@ -142,10 +131,10 @@ class Blocks:
 
     def _pay(self, batch: BatchConfig) -> bool:
         """Whether a program of blocks would save more time than compiling it takes."""
-        step_s, saved_s = self.analyst.step_s(batch), SAVED_S
+        step_s, short_s, saved_s = self.analyst.step_s(batch), HIDDEN_S, SAVED_S
         if self.start.now.engine.layout.mesh.devices.flat[0].platform == "cpu":
-            saved_s = max(saved_s, SAVED_ON_CPU * step_s)
-        return step_s < SHORT_S and self._left() * saved_s > self.start.compile_s
+            short_s, saved_s = SHORT_S, max(saved_s, SAVED_ON_CPU * step_s)
+        return step_s < short_s and self._left() * saved_s > self.start.compile_s
 
     def _left(self) -> float:
         """Return how many steps at this batch the data and the settings leave, at most."""

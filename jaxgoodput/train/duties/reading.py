@@ -37,7 +37,7 @@ class BatchReader:
         self._last_batch = LastBatch(self.start, self.config, self.ledger)
         self._blocks = Blocks(self.start, self.config, self.analyst)
 
-    def next(self, num_free: int, *, meanwhile: Callable[[], None]) -> StepBatch | None:
+    def next(self, num_free: float, *, meanwhile: Callable[[], None]) -> StepBatch | None:
         """Return the next batch, whose programs are compiled; None at the end of the data.
 
         If the next `num_free` steps need no attention, it may be a block of them (`StepBatch.count`).

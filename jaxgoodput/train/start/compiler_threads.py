@@ -1,7 +1,8 @@
 """Lets XLA's compiler yield to training: its threads get a lower priority than the threads of steps.
 
 XLA compiles on threads of its own, as many as there are cores, with the priority of the threads that execute.
-On two cores, a step of a small decoder took twice as long while another program was compiled.
+On two cores, a step of a small decoder took twice as long while another program was compiled. On more than
+eight cores some of them are not found; there they are in the way of fewer.
 
 XLA names no thread of its compiler. They are found by their work: the native threads that use the processor
 while a throw-away program is compiled, before anything is executed. Linux only. Their priority stays low when
@@ -9,6 +10,8 @@ training is over, because an ordinary user may not raise one. That costs nothing
 the processors.
 """
 
+import functools
+import itertools
 import math
 import os
 import pathlib
@@ -26,18 +29,21 @@ IDLE_S = 0.02
 TASKS = pathlib.Path("/proc/self/task")
 
 
+@functools.cache  # in a later run something may be executing
 def make_compiler_yield() -> None:
-    """Lower the priority of XLA's compiler threads; call it before anything is executed."""
-    lower_priority(compiler_threads())
+    """Lower the priority of XLA's compiler threads, once in a process, before anything is executed."""
+    if busy_seconds():
+        lower_priority(compiler_threads())
 
 
 def compiler_threads() -> set[int]:
     """Return the native ids of the threads that work while a program is compiled, and otherwise do not."""
-    before = busy_seconds()
-    _compile_throwaway()
-    after = busy_seconds()
-    time.sleep(IDLE_S)
-    return working(before, after) - working(after, busy_seconds())
+    marks = [busy_seconds()]
+    for do in (_wait, _compile_throwaway, _wait):
+        do()
+        marks.append(busy_seconds())
+    before, meanwhile, after = (working(a, b) for a, b in itertools.pairwise(marks))
+    return meanwhile - before - after
 
 
 def busy_seconds(tasks: pathlib.Path = TASKS) -> dict[int, float]:
@@ -66,6 +72,10 @@ def lower_priority(threads: Iterable[int], niceness: int = NICENESS) -> None:
                 os.setpriority(os.PRIO_PROCESS, one, niceness)
         except ProcessLookupError:
             continue
+
+
+def _wait() -> None:
+    time.sleep(IDLE_S)
 
 
 def _compile_throwaway() -> None:

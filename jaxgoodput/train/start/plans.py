@@ -65,9 +65,9 @@ class RunSetup:
     def compile(self, engine: Engine, micro_batch_size: int, *, accumulate: bool) -> None:
         """Compile what the first step of a size needs.
 
-        The program that measures the noise takes longest, and is compiled beside the first steps. Not if the
-        user has fixed the steps that measure, which are then the same in every run, nor if several processes
-        would have to agree on when all of them can.
+        The program that measures the noise takes longest, and is compiled after some steps, beside others.
+        Not if the user has fixed the steps that measure, which are then the same in every run, nor if several
+        processes would have to agree on when all of them can.
         """
         config = self.config
         is_free = config.compiles_behind and config.statistics.every_steps is None

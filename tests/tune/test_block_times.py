@@ -1,0 +1,66 @@
+"""What blocks save is found by comparing like with like, and taken off the times of batches without any."""
+
+import dataclasses
+import math
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.tune.block_times import ENOUGH, KEEP, MOST_SAVED, SHORT_S, BlockTimes
+
+BATCH = BatchConfig(num_replicas=1, micro_batch_size=16, num_micro_batches=1)
+OTHER = dataclasses.replace(BATCH, micro_batch_size=64)
+SECONDS = st.floats(1e-5, 1e-1)
+STEPS = st.lists(st.tuples(SECONDS, st.booleans(), st.booleans()), max_size=250)
+
+
+def filled(steps):
+    times = BlockTimes()
+    for step_s, in_block, busy in steps:
+        times.add(BATCH, step_s, in_block=in_block, busy=busy)
+    return times
+
+
+@given(STEPS)
+def test_steps_are_compared_with_those_that_were_as_disturbed(steps):
+    kinds = {
+        (x, busy): [s for s, in_block, b in steps if (in_block, b) == (x, busy)][-KEEP:]
+        for x in (False, True)
+        for busy in (False, True)
+    }
+    known = [b for b in (False, True) if min(len(kinds[x, b]) for x in (False, True)) >= ENOUGH]
+    times = filled(steps)
+    found = times.compare(BATCH)
+    if not known:
+        assert math.isnan(found) and times.saved_s == 0.0
+        return
+    alone, block = (statistics.median(kinds[x, known[0]]) for x in (False, True))
+    assert found == alone - block
+    assert times.saved_s == max(found, 0.0)
+
+
+@given(step_s=SECONDS, alone_s=SECONDS, block_s=SECONDS, replicas=st.sampled_from([1, 2]))
+def test_what_blocks_save_is_taken_off_the_times_of_batches_that_may_have_some(
+    step_s, alone_s, block_s, replicas
+):
+    times = filled([(alone_s, False, False)] * ENOUGH + [(block_s, True, False)] * ENOUGH)
+    saved_s = max(times.compare(BATCH), 0.0)
+    found = times.corrected(dataclasses.replace(OTHER, num_replicas=replicas), step_s)
+    if replicas == 1 and step_s < SHORT_S:
+        assert found == pytest.approx(max(step_s - saved_s, (1 - MOST_SAVED) * step_s))
+    else:
+        assert found == step_s
+    assert times.corrected(BATCH, step_s) == step_s, "it has blocks of its own"
+
+
+def test_what_is_forgotten_is_compared_afresh():
+    times = filled([(1e-3, False, False)] * KEEP + [(2e-3, True, False)] * KEEP)
+    assert times.compare(BATCH) == -1e-3
+    times.forget(BATCH)
+    assert math.isnan(times.compare(BATCH))
+    for _ in range(ENOUGH):
+        times.add(BATCH, 5e-4, in_block=True, busy=False)
+    assert times.compare(BATCH) == times.saved_s == 5e-4
