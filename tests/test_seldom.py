@@ -28,8 +28,10 @@ def test_a_program_that_runs_seldom_computes_the_same():
 
 
 def test_the_options_are_known_to_the_versions_of_xla_that_have_other_emitters(fresh):
-    known = options_if_seldom() is not None
-    assert known == (tuple(map(int, jax.__version__.split(".")[:2])) <= (0, 11))
+    version = tuple(map(int, jax.__version__.split(".")[:2]))
+    if version not in ((0, 10), (0, 12)):
+        pytest.skip("not tried with this version")
+    assert (options_if_seldom() is not None) == (version == (0, 10))
 
 
 def test_an_option_that_xla_does_not_know_is_left_out(fresh, monkeypatch):
@@ -38,7 +40,7 @@ def test_an_option_that_xla_does_not_know_is_left_out(fresh, monkeypatch):
 
 
 def test_another_error_of_the_compiler_is_raised(fresh, monkeypatch):
-    monkeypatch.setattr(_seldom, "SELDOM", {"xla_cpu_use_fusion_emitters": "neither"})
+    monkeypatch.setattr(_seldom, "SELDOM", {"xla_backend_optimization_level": "neither"})
     with pytest.raises(jax.errors.JaxRuntimeError):
         options_if_seldom()
 
