@@ -56,6 +56,14 @@ def sizes(monkeypatch):
     return found
 
 
+def compare_times(monkeypatch):
+    """Have blocks compared with steps alone after all, once some are timed."""
+    monkeypatch.setattr(blocks.Blocks, "_compare", COMPARE)
+    monkeypatch.setattr(BlockTimes, "knows_alone", KNOWS_ALONE)
+    is_timed = lambda self, batch: self.analyst.step_s(batch) > 0  # noqa: E731
+    monkeypatch.setattr(blocks.Blocks, "_pay", is_timed)
+
+
 def seen(make, kind=Evaluated, **options):
     """What a run tells of each step, its evaluations and checkpoints, and its last parameters."""
     recorder = Recorder()
@@ -175,10 +183,7 @@ def test_blocks_that_take_longer_than_single_steps_are_given_up(tmp_path, sizes,
         return steps(self, *args, count=count)
 
     monkeypatch.setattr(Engine, "steps", slow)
-    monkeypatch.setattr(blocks.Blocks, "_compare", COMPARE)
-    monkeypatch.setattr(BlockTimes, "knows_alone", KNOWS_ALONE)
-    is_timed = lambda self, batch: self.analyst.step_s(batch) > 0  # noqa: E731
-    monkeypatch.setattr(blocks.Blocks, "_pay", is_timed)
+    compare_times(monkeypatch)
     settings = counting_config(tmp_path, epochs=100, statistics__every_steps=1000)
     state = Counting(settings, **ONE).fit()
     np.testing.assert_array_equal(state.params["count"], 100)
@@ -221,10 +226,7 @@ def test_blocks_that_seemed_slower_are_tried_again(tmp_path, sizes, monkeypatch)
 
     monkeypatch.setattr(Engine, "steps", disturbed)
     monkeypatch.setattr(blocks, "FIRST_PAUSE", 100)
-    monkeypatch.setattr(blocks.Blocks, "_compare", COMPARE)
-    monkeypatch.setattr(BlockTimes, "knows_alone", KNOWS_ALONE)
-    is_timed = lambda self, batch: self.analyst.step_s(batch) > 0  # noqa: E731
-    monkeypatch.setattr(blocks.Blocks, "_pay", is_timed)
+    compare_times(monkeypatch)
     settings = counting_config(tmp_path, epochs=200, statistics__every_steps=1000)
     state = Counting(settings, **ONE).fit()
     np.testing.assert_array_equal(state.params["count"], 200)
