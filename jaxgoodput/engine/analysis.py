@@ -5,15 +5,14 @@ the traced program, whose scans have known lengths. Traffic is counted in the op
 name their results and groups, multiplied by the trips of the loops around them.
 """
 
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
+from jaxgoodput.engine.arithmetic import matrix_flops
 from jaxgoodput.engine.memory import step_bytes
 from jaxgoodput.engine.programs.program import Program
 from jaxgoodput.goodput.memory import StepBytes
@@ -49,43 +48,6 @@ def analyse(program: Program, executable: jax.stages.Compiled, num_devices: int)
         num_collectives=sum(kind != "async" or bool(start) for kind, start in kinds),
         num_asynchronous=started,
     )
-
-
-# -- arithmetic --------------------------------------------------------------------------------------
-
-
-def matrix_flops(jaxpr: Jaxpr) -> float:
-    """Return the flops of a traced program's matrix products and convolutions, on all its devices.
-
-    A scan counts times its length, a conditional as its largest branch, a `while` as one iteration.
-    """
-    return float(sum(map(_flops_of, jaxpr.eqns)))
-
-
-def _flops_of(one: JaxprEqn) -> float | int:
-    name, inner = one.primitive.name, [matrix_flops(j) for j in jaxprs_in_params(one.params)]
-    if name == "scan":
-        return one.params["length"] * sum(inner)
-    if name == "shard_map":  # traced for one device
-        mesh, axes = one.params["mesh"], one.params["newly_manual_axes"]
-        return math.prod(mesh.shape[axis] for axis in axes) * sum(inner)
-    if name == "cond":
-        return max(inner, default=0.0)
-    if inner:
-        return sum(inner)
-    shapes: list[tuple[int, ...]]
-    shapes = [getattr(x.aval, "shape", ()) for x in (*one.invars, *one.outvars)]
-    if name == "dot_general":
-        ((summed, _), _) = one.params["dimension_numbers"]
-        return 2.0 * math.prod(shapes[-1]) * math.prod(shapes[0][i] for i in summed)
-    if name.startswith("ragged_dot"):
-        # Every row meets the matrix of one group, whichever dimension is summed over.
-        return 2.0 * math.prod(shapes[0]) * shapes[-1][-1]
-    if name == "conv_general_dilated":
-        _, kernel, *_, result = shapes
-        outputs = kernel[one.params["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * math.prod(result) * math.prod(kernel) / outputs
-    return 0.0
 
 
 # -- traffic -----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from jaxtyping import PyTree
 
 from jaxgoodput.clock import SystemClock
-from jaxgoodput.engine.analysis import matrix_flops
+from jaxgoodput.engine.arithmetic import matrix_flops
 from jaxgoodput.engine.programs.families import Programs
 from jaxgoodput.engine.programs.program import Program, shardings_of
 from jaxgoodput.parallel.move import Move

@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, jaxprs_in_params
 from jaxtyping import Array, PyTree
 
+from jaxgoodput.engine.programs.program import seldom_options
 from jaxgoodput.engine.state import Loss, TrainState, cast, combine, split, wide
 from jaxgoodput.engine.step import Problem, is_summed
 from jaxgoodput.parallel.partition import path_name
@@ -29,6 +30,8 @@ class LossChecks:
     def __init__(self, problem: Problem, layout: Layout):
         self.problem = problem
         self.layout = layout
+        self._regrouped: dict[int, jax.stages.Compiled] = {}
+        """The compiled comparison of `couples_samples`, by half the number of samples."""
 
     def couples_samples(self, state: TrainState, rows: PyTree) -> bool:
         """Return whether the loss of a sample, or its gradient, depends on the samples beside it.
@@ -43,13 +46,18 @@ class LossChecks:
         pairs = [np.concatenate(pair) for pair in ((a, b), (b, a), (a, a), (b, b))]
         places = np.stack([np.repeat(pair, self.layout.num_replicas) for pair in pairs])
         whole = self.layout.replicated
-        found = self._regrouped(
+        arguments = (
             state.params,
             state.model_state,
             jax.device_put(rows, whole),
             jax.device_put(places, whole),
             state.key,
         )
+        if half not in self._regrouped:
+            traced = self._regroup.trace(*arguments)
+            options = seldom_options(traced)
+            self._regrouped[half] = traced.lower().compile(compiler_options=options)
+        found = self._regrouped[half](*arguments)
         values, differences, sizes = (np.asarray(x, np.float64) for x in jax.device_get(found))
         share = COUPLED * (1 if self.problem.compute_dtype is None else 10)
         ab, ba, aa, bb = values
@@ -148,8 +156,8 @@ class LossChecks:
         return jax.jit(after)
 
     @cached_property
-    def _regrouped(self):
-        """Compiled comparison: losses of four batches, and |sum of signed gradients|^2, sum of |gradient|.
+    def _regroup(self):
+        """The comparison: losses of four batches, and |sum of signed gradients|^2, sum of |gradient|.
 
         One gradient after the other, so that two trees of the model's size are needed, as in a step.
         """

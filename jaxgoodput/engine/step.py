@@ -83,6 +83,8 @@ class Problem:
     measured on leaves that move."""
     from_norm_layers: bool = False
     """Whether noise is measured sample by sample, on normalisation layers alone."""
+    measures_often: bool = False
+    """Whether steps that measure the noise are so frequent that they should run, not compile, fast."""
     has_labels: bool = False
     """Whether learning rates differ by label."""
     compute_dtype: DTypeLike | None = None

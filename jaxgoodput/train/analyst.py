@@ -393,6 +393,7 @@ class Analyst:
             floor=self._history.floor(current, samples, share_done),
             left_s=self._left_s(noise.cautious),
             step_s=self._timings.step_s(current),
+            fixed_s=self._strategies.fixed_s,
             outlook=self._compiling.outlook,
         )
 

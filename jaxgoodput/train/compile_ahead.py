@@ -37,6 +37,8 @@ WHOLE = 3
 # ones are waited for longer: if blocks of them pay, these are compiled before.
 TRIAL_STEPS, SHORT_STEPS = 16, 32
 
+FIXED_ON_CPU_S = 1.5e-3  # 200 operations of a small decoder, and its dispatch
+
 
 class StrategyCompiler:
     """Holds a `SizeCompiler` for every strategy used so far, and the thread that prepares the others.
@@ -147,6 +149,16 @@ class StrategyCompiler:
             num_devices=config.num_replicas // layout.num_replicas * layout.num_devices,
             peak_tflops=math.nan if chip is None else chip.flops / 1e12,
         )
+
+    @property
+    def fixed_s(self) -> float:
+        """Most seconds of a step that need not grow with its batch; infinite where nothing is known of that.
+
+        A small batch may leave an accelerator idle. It rarely leaves a CPU idle, except for the time that
+        dispatching a step and starting its operations takes.
+        """
+        device = next(iter(self._engines.values())).layout.mesh.devices.flat[0]
+        return FIXED_ON_CPU_S if device.platform == "cpu" else math.inf
 
     @property
     def is_busy(self) -> bool:

@@ -135,7 +135,7 @@ def _denial(situation: Situation) -> Verdict | None:
 
 def _first_probe(situation: Situation) -> Verdict | None:
     """Return the verdict to try another size if only the present one was timed and more may be gained."""
-    here, current, limits = situation.here, situation.current, situation.here.limits
+    here, current = situation.here, situation.current
     options = _untimed(situation)
     if set(here.timed) - {current.micro_batch_size} or not options:
         return None
@@ -143,7 +143,7 @@ def _first_probe(situation: Situation) -> Verdict | None:
     probe = min(options, key=lambda c: abs(math.log(c.micro_batch_size / wanted)))
     # If the noise leaves nothing to gain, a probe would only waste steps.
     there = np.array(probe.global_batch_size)
-    hope = hoped_gain(situation.grad, limits, current.global_batch_size, there)
+    hope = hoped_gain(situation, there)
     if not hope >= 1 + situation.caution.min_gain:
         return None
     return situation.change(
@@ -296,15 +296,24 @@ def _already_best(situation: Situation, sizes: Sequence[int], now: float, at: st
     return why
 
 
-def hoped_gain(grad: Grad, limits: BatchLimits, now: int, there: np.ndarray) -> np.ndarray:
+def hoped_gain(situation: Situation, there: np.ndarray) -> np.ndarray:
     """Return a guess of the gain of a batch whose step time is unknown, to decide whether to try it.
 
-    The result, `[batches]`, is the goodput of each batch `there` relative to the batch `now`, if the step
-    time grew as the square root of the batch: half-way between not at all and in proportion. Batches outside
-    the limits get 0.
+    The result, `[batches]`, is the goodput of each batch `there` relative to the present one, if the step
+    time grew as the square root of the batch: half-way between not at all and in proportion. It grows by more
+    if all but a fixed share of it is in proportion (`Situation.fixed_share`). Batches outside the limits get
+    0.
     """
-    hope = np.sqrt(there / now) * _optimistic_worth(grad, limits, now, there)
+    limits, now = situation.here.limits, situation.current.global_batch_size
+    hope = there / now / assumed_growth(situation, there)
+    hope = hope * _optimistic_worth(situation.grad, limits, now, there)
     return np.where((there >= limits.smallest) & (there <= limits.max), hope, 0.0)
+
+
+def assumed_growth(situation: Situation, there: np.ndarray) -> np.ndarray:
+    """Return how many times as long as the present step those of other batches are assumed to take."""
+    times, fixed = there / situation.current.global_batch_size, situation.fixed_share
+    return np.asarray(np.maximum(np.sqrt(times), fixed + (1 - fixed) * times))
 
 
 def modelled_gain(situation: Situation, sizes: Sequence[int], batches: np.ndarray) -> np.ndarray:

@@ -7,11 +7,11 @@ from jaxgoodput.tune.timings import MIN_COUNT, TimingKey, TimingTable
 
 # Used when the noise is first known, until steps with and without a measurement have been timed and can be
 # compared; and after the batch has grown, until the noise has been measured again.
-FIRST_CADENCE = 2
+FIRST_CADENCE = 10
 
 
 def statistics_cadence(
-    plain_s: float, measured_s: float, *, overhead: float, most: int = 64
+    plain_s: float, measured_s: float, *, overhead: float, most: int = 256
 ) -> int:
     """Return the steps between two noise measurements at which they cost at most `overhead` of the time.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxgoodput.tune.batch import hoped_gain, modelled_gain
+from jaxgoodput.tune.batch import assumed_growth, hoped_gain, modelled_gain
 from jaxgoodput.tune.timings import TimingTable
 from jaxgoodput.tune.verdict import Situation
 
@@ -149,7 +149,7 @@ def next_size(
     if len(set(here.timed)) > 1 and here.fit is not None:
         hopes = modelled_gain(situation, sizes, batches)
     else:
-        hopes = hoped_gain(situation.grad, limits, current.global_batch_size, batches)
+        hopes = hoped_gain(situation, batches)
         hopes *= _correction(situation, sizes, batches, table)
         hopes[:, 1:] *= SEVERAL  # each takes its own time, which the hope leaves out
     hopes = np.where(batches <= situation.largest, hopes, 0.0).max(axis=1)
@@ -174,9 +174,5 @@ def _correction(
     there_s = np.array([table.step_s(num_nodes, c) for c in one])
     there_s[np.asarray(sizes) == current.micro_batch_size] = math.nan
     counts = batches / batches[:, :1]  # a micro-batch never takes longer than a whole step of one
-    known = (
-        situation.step_s
-        / (there_s[:, None] * counts)
-        * np.sqrt(batches / current.global_batch_size)
-    )
+    known = situation.step_s / (there_s[:, None] * counts) * assumed_growth(situation, batches)
     return np.nan_to_num(known, nan=1.0)

@@ -11,6 +11,7 @@ from jaxgoodput.goodput.perf import Feeding, Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.tune.evidence import Bar, Stretch
 
+LEAST_FIXED = 0.25  # share of a step that an optimist expects not to grow with the batch
 PROBE_STEPS = 8  # length of a trial of a new size or strategy
 
 
@@ -138,6 +139,8 @@ class Situation:
     """Seconds to the end of training at the present batch; NaN if unknown."""
     step_s: float = math.nan
     """Seconds of one step of the present configuration."""
+    fixed_s: float = math.inf
+    """Seconds of a step that need not grow with the batch, at most; infinite if unknown."""
     outlook: str = ""
     """A sentence on what compiling another size costs and may bring; empty before it was considered."""
 
@@ -145,6 +148,13 @@ class Situation:
     def current(self) -> BatchConfig:
         """The configuration in use."""
         return self.here.config
+
+    @property
+    def fixed_share(self) -> float:
+        """The share of a step that need not grow with the batch, in the eyes of an optimist."""
+        if not self.step_s > 0:
+            return 1.0
+        return min(max(self.fixed_s / self.step_s, LEAST_FIXED), 1.0)
 
     @property
     def incumbent(self) -> BatchConfig:

@@ -8,7 +8,8 @@ import optax
 import pytest
 from engines import DIM, make
 
-from jaxgoodput.engine.analysis import analyse, matrix_flops, received_by_kind
+from jaxgoodput.engine.analysis import analyse, received_by_kind
+from jaxgoodput.engine.arithmetic import matrix_flops, numbers_made
 from jaxgoodput.parallel.strategy import Strategy
 
 WIDTH, LAYERS = 64, 6
@@ -130,3 +131,14 @@ def test_the_arithmetic_of_a_sample_is_known_once_its_program_is_compiled(kind):
     engine.compile([4], accumulate=False)
     # A product of DIM numbers forward, and one backward.
     assert engine.tflops_per_sample(4) == pytest.approx(4 * DIM / 1e12)
+
+
+def test_numbers_made_are_counted_in_loops_and_branches():
+    def numbers(function):
+        return numbers_made(jax.make_jaxpr(function)(jnp.ones((3, 4))).jaxpr)
+
+    assert numbers(lambda x: jnp.sin(x) + 1) == 24
+    looped = numbers(lambda x: jax.lax.fori_loop(0, 5, lambda i, y: jnp.sin(y), x))
+    assert 5 * 12 <= looped <= 5 * 15  # and the loop's own counter
+    branch = numbers(lambda x: jax.lax.cond(True, lambda: jnp.sin(jnp.cos(x)), lambda: x))
+    assert 24 <= branch <= 26

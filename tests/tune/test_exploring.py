@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,10 +12,10 @@ from jaxgoodput.goodput.efficiency import GradParams
 from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.perf import PerfParams, Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
-from jaxgoodput.tune.batch import choose_batch
+from jaxgoodput.tune.batch import assumed_growth, choose_batch
 from jaxgoodput.tune.exploring import EARNINGS, LOAN, REPAYMENT, Account, Explorer, next_size
 from jaxgoodput.tune.timings import StrategyTimings
-from jaxgoodput.tune.verdict import Situation, StrategyOption
+from jaxgoodput.tune.verdict import LEAST_FIXED, Situation, StrategyOption
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)
 SECONDS = st.floats(1e-3, 1e5)
@@ -167,3 +168,14 @@ def test_every_size_that_is_compiled_is_tried_and_then_the_race_ends(
     else:
         raise AssertionError(f"still exploring after 40 verdicts: {compiled}, {sorted(timed)}")
     assert set(compiled) == timed
+
+
+@given(step_s=SECONDS, fixed=st.floats(0.1, 10), times=st.floats(1, 64))
+def test_steps_are_assumed_to_grow_at_least_as_much_as_what_is_not_fixed(step_s, fixed, times):
+    now = situation(step_s=step_s, fixed_s=fixed * step_s)
+    there = np.array([times * now.current.global_batch_size])
+    grown, unknown = (float(assumed_growth(x, there)[0]) for x in (now, situation(step_s=step_s)))
+    assert unknown == pytest.approx(math.sqrt(times))
+    assert unknown <= grown <= times + 1e-9
+    share = min(max(fixed, LEAST_FIXED), 1)
+    assert grown >= share + (1 - share) * times - 1e-9

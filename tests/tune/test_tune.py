@@ -430,9 +430,9 @@ def test_cheap_or_unknown_statistics_are_measured_at_every_step():
 def test_statistics_cost_no_more_than_their_share(plain, extra, overhead):
     measured = plain * (1 + extra)
     every = statistics_cadence(plain, measured, overhead=overhead)
-    assert 1 <= every <= 64
+    assert 1 <= every <= 256
     share = (measured / plain - 1) / every  # one of every `every` steps is a measured one
-    assert share <= overhead * (1 + 1e-6) or every == 64
+    assert share <= overhead * (1 + 1e-6) or every == 256
 
 
 # -- what the loss says ------------------------------------------------------------------------------

@@ -406,7 +406,8 @@ class Programs(abc.ABC):
 
         inputs = (*self.abstract_batch(shape), *self.abstract_control())
         out = (self.layout.replicated,)
-        return self.keyless.program(run, (0,), inputs, out, is_seldom=measure)
+        is_seldom = measure and not self.problem.measures_often
+        return self.keyless.program(run, (0,), inputs, out, is_seldom=is_seldom)
 
     def steps(self, shape: SampleShape, *, count: int) -> Program:
         """Build `count` steps of one micro-batch each, without noise samples, for one dispatch.

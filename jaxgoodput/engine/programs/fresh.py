@@ -38,12 +38,13 @@ class FreshStates:
             return pure.init_state(problem, key, dict(zip(given, values, strict=True)))
 
         arguments = (key, *(leaves[name] for name in given))
-        return Program(run, tuple(range(1, len(arguments))), arguments, shardings_of(self.state))
+        donate = tuple(range(1, len(arguments)))
+        return Program(run, donate, arguments, shardings_of(self.state), is_seldom=True)
 
     def average(self) -> Program:
         """Build the program from parameters to an average that starts at them."""
         run = partial(pure.first_average, self.problem)
-        return Program(run, (), (self.state.params,), shardings_of(self.state.ema))
+        return Program(run, (), (self.state.params,), shardings_of(self.state.ema), is_seldom=True)
 
     def zeros(self) -> Program:
         """Build the program that makes a throw-away state of zeros."""

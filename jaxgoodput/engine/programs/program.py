@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ from jaxtyping import PyTree
 
 from jaxgoodput._jax import set_priorities
 from jaxgoodput._seldom import options_if_seldom
+from jaxgoodput.engine.arithmetic import numbers_made
 from jaxgoodput.parallel.strategy import DATA_AXIS, FSDP_AXIS, MODEL_AXES
 
 # The order in which the partitioner follows shardings: batches first (their rows are cut over DATA_AXIS),
@@ -64,7 +66,7 @@ class Program:
     out: PyTree
     """Shardings of the results; may be a prefix of their tree."""
     is_seldom: bool = False
-    """Whether it runs so seldom that it should rather compile fast."""
+    """Whether it runs so seldom that it should rather compile fast; see `options_if_seldom`."""
 
     @cached_property
     def traced(self) -> jax.stages.Traced:
@@ -90,7 +92,13 @@ class Program:
 
     def compiled(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """Compile what `lower` has returned."""
-        return lowered.compile(compiler_options=options_if_seldom() if self.is_seldom else None)
+        options = seldom_options(self.traced) if self.is_seldom else None
+        return lowered.compile(compiler_options=options)
+
+
+def seldom_options(traced: jax.stages.Traced) -> dict[str, Any] | None:
+    """Return the compiler's options for a traced program that runs seldom; see `options_if_seldom`."""
+    return options_if_seldom(numbers_made(traced.jaxpr.jaxpr))
 
 
 def shardings_of(tree: PyTree) -> PyTree:

@@ -32,6 +32,8 @@ from jaxgoodput.train.tables.commits import Tables
 from jaxgoodput.train.tables.declared import NoTables, TaskTables, tables_of
 from jaxgoodput.train.task import Task, require_bools, require_floating, require_methods
 
+OFTEN = 16  # steps between two measurements, below which those that measure should run fast
+
 
 class TaskInputs:
     """What a task gives, asked for once, however often a run has to get ready."""
@@ -135,6 +137,7 @@ def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None 
         trainable=None if mask is None else task.trainable,
         preconditioned=preconditioned,
         from_norm_layers=config.statistics.from_norm_layers,
+        measures_often=(config.statistics.every_steps or OFTEN + 1) <= OFTEN,
         has_labels=labels is not None,
         moments=treatment.moments,
         moves=treatment.moves,
