@@ -1,5 +1,7 @@
 """When the analyst asks, and what a run of steps makes of the answers; steps here are made up."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
