@@ -23,6 +23,8 @@ from jaxgoodput.tune.verdict import Situation, Verdict
 # (`optim/noise.py`): along runs of four models it was 0.25 to 1 of the exact one, of embeddings less. With 4
 # times as much, the forecast for a decoder at 4 and 16 times its base batch is what separate runs then took.
 OPTIMISM = 4.0
+# Times as long as undisturbed that steps beside a compilation may take: on two cores of a CPU.
+MOST_DISTURBED = 1.6
 
 
 def tune(situation: Situation) -> Verdict:
@@ -143,7 +145,7 @@ def _first_probe(situation: Situation) -> Verdict | None:
     probe = min(options, key=lambda c: abs(math.log(c.micro_batch_size / wanted)))
     # If the noise leaves nothing to gain, a probe would only waste steps.
     there = np.array(probe.global_batch_size)
-    hope = hoped_gain(situation, there)
+    hope = hoped_gain(situation, there) / _slower_than_assumed(situation, probe)
     if not hope >= 1 + situation.caution.min_gain:
         return None
     return situation.change(
@@ -151,6 +153,19 @@ def _first_probe(situation: Situation) -> Verdict | None:
         f"probe: only micro-batches of {current.micro_batch_size} have been timed without disturbance; a few "
         f"steps with {probe.micro_batch_size} will show how the step time grows with the batch",
     )
+
+
+def _slower_than_assumed(situation: Situation, config: BatchConfig) -> float:
+    """Return by which factor steps of `config` were slower than assumed, at least 1; 1 if there were none.
+
+    They were timed beside a compilation, which may have taken the better part of the difference.
+    """
+    size, now = config.micro_batch_size, situation.current.micro_batch_size
+    seconds = situation.seconds_by_size
+    if not {size, now} <= seconds.keys():
+        return 1.0
+    assumed = float(assumed_growth(situation, np.array(config.global_batch_size)))
+    return max(seconds[size] / seconds[now] / MOST_DISTURBED / assumed, 1.0)
 
 
 def _later_probe(situation: Situation) -> Verdict | None:

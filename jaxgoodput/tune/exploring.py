@@ -22,8 +22,9 @@ EARNINGS = 0.02  # of the time passed
 LOAN = 0.03  # of the time that is left
 REPAYMENT = 5.0  # times the price that a loan must be expected to save
 # Share of a compilation's seconds by which it delays the steps beside it, until that has been measured: two
-# cores of a CPU were delayed by up to 0.57, an accelerator is hardly.
-ASSUMED_DELAY = 0.3
+# cores of a CPU were delayed by up to 0.57, an accelerator is hardly. A measurement that says less than the
+# least is not believed: few steps are undisturbed if one compilation follows the other.
+ASSUMED_DELAY, LEAST_DELAY = 0.3, 0.1
 SEVERAL = 0.9  # hope of several micro-batches, over a single one of as many samples
 
 
@@ -130,7 +131,7 @@ class Explorer:
 def _delay(table: TimingTable) -> float:
     """Return by which share of its seconds a compilation delays the steps beside it."""
     share = table.disturbance()
-    return ASSUMED_DELAY if math.isnan(share) else max(share, 0.0) / (1 + max(share, 0.0))
+    return ASSUMED_DELAY if math.isnan(share) else max(1 - 1 / (1 + max(share, 0)), LEAST_DELAY)
 
 
 def next_size(

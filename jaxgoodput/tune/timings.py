@@ -140,10 +140,13 @@ class TimingTable:
     def step_s(self, num_nodes: int, config: BatchConfig) -> float:
         """Return the median seconds of a configuration's steps; NaN if none was recorded.
 
-        Uses the kind of step, with or without a noise measurement, that was seen more often.
+        Uses steps without a noise measurement, or with one if they say more or the others are too few.
         """
-        keys = [key_of(num_nodes, config, measured=m) for m in (False, True)]
-        return self.median_s(max(keys, key=self.count))
+        plain, measured = (key_of(num_nodes, config, measured=m) for m in (False, True))
+        for key, other in ((plain, measured), (measured, plain)):
+            if self.count(key) >= MIN_COUNT and not self._says_more(other, key):
+                return self.median_s(key)
+        return self.median_s(max(plain, measured, key=self.count))
 
     def timings(self, step: int) -> StepTimings | None:
         """Return the medians as input of the fit; None before any configuration has `MIN_COUNT` steps.
@@ -197,13 +200,18 @@ class TimingTable:
     def _says_more(self, other: TimingKey, key: TimingKey) -> bool:
         """Return whether `other`, which differs only in `measured`, is the better source for the fit.
 
-        Undisturbed steps are better than disturbed ones. Among equals, steps without a noise measurement
-        are better, because they show the cost of a plain step.
+        Undisturbed steps without a measurement are. If there are none, all others take longer than these, so
+        the shorter ones are closer.
         """
         if self.count(other) < MIN_COUNT:
             return False
-        clean, others = (len(self._rows[k].clean) >= MIN_COUNT for k in (key, other))
-        return others > clean or (others == clean and key.measured)
+        plain, measured = (other, key) if key.measured else (key, other)
+        is_plain_better = (
+            len(self._rows[plain].clean) >= MIN_COUNT
+            or len(self._rows[measured].clean) < MIN_COUNT
+            or self.median_s(plain) < self.median_s(measured)
+        )
+        return is_plain_better == key.measured
 
     def rows(self) -> tuple[TimingRow, ...]:
         """Return the whole table, for a checkpoint."""

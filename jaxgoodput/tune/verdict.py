@@ -4,6 +4,8 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxgoodput.goodput.efficiency import Grad
 from jaxgoodput.goodput.fit import PerfFit, StepTimings
 from jaxgoodput.goodput.model import GoodputModel
@@ -148,6 +150,16 @@ class Situation:
     def current(self) -> BatchConfig:
         """The configuration in use."""
         return self.here.config
+
+    @property
+    def seconds_by_size(self) -> dict[int, float]:
+        """The median seconds of a step of one micro-batch, by its size, on the present replicas."""
+        timings = self.timings
+        if timings is None:
+            return {}
+        columns = (timings.num_replicas, timings.micro_batch_size, timings.step_s)
+        rows = zip(*map(np.atleast_1d, columns), strict=True)
+        return {int(size): float(s) for n, size, s in rows if n == self.current.num_replicas}
 
     @property
     def fixed_share(self) -> float:

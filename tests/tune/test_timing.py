@@ -123,6 +123,18 @@ def test_steps_without_statistics_are_believed_over_those_with():
     assert table.step_s(1, config) == 0.1
 
 
+@given(plain=st.floats(0.1, 1), measuring=st.floats(1, 4), delay=st.floats(1, 4))
+def test_a_step_is_never_taken_for_longer_than_what_was_seen_of_it(plain, measuring, delay):
+    """What measuring costs, and a compilation beside a step, only ever make it longer."""
+    table = TimingTable()
+    for step in range(MIN_COUNT):
+        table.add(key(), Parts(plain * delay), step, busy=True)
+        table.add(key(measured=True), Parts(plain * measuring), step)
+    config = BatchConfig(micro_batch_size=8, num_micro_batches=1, num_replicas=1)
+    shorter = plain * min(measuring, delay)
+    assert row(table, 8)["step_s"] == table.step_s(1, config) == pytest.approx(shorter)
+
+
 def test_undisturbed_times_are_believed_over_disturbed_ones_of_either_kind():
     table = TimingTable()
     for step in range(48):

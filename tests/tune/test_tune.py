@@ -13,7 +13,7 @@ from jaxgoodput.goodput.fit import PerfFit, StepTimings
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Feeding, PerfParams, Placement, feeding_time, step_time
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
-from jaxgoodput.tune.batch import OPTIMISM, tune
+from jaxgoodput.tune.batch import MOST_DISTURBED, OPTIMISM, tune
 from jaxgoodput.tune.cadence import statistics_cadence
 from jaxgoodput.tune.evidence import Bar, Stretch
 from jaxgoodput.tune.plan import fixed_config
@@ -187,6 +187,28 @@ def test_one_timed_size_is_followed_by_a_probe_of_another():
     # As far away as growth is allowed, no farther: the batch never grows faster than max_growth allows.
     assert decide(timed=(32,), ready=(1024,), accumulate=False).config == at(32)
     assert decide(timed=(32, 64)).reason.startswith("change")
+
+
+@given(disturbed=st.floats(1, MOST_DISTURBED), growth=st.floats(1, 8))
+def test_a_size_that_was_timed_beside_a_compilation_is_not_tried_again_without_hope(
+    disturbed, growth
+):
+    """Whatever the compilation did to its times, what is left of the hope must suffice."""
+    sizes, seconds = np.array([32.0, 128.0]), np.array([0.01, 0.01 * growth * disturbed])
+    empty = np.full(2, NAN)
+    timings = StepTimings(
+        num_nodes=np.ones(2),
+        num_replicas=np.ones(2),
+        micro_batch_size=sizes,
+        accumulate_s=empty,
+        reduce_s=empty,
+        update_s=empty,
+        step_s=seconds,
+    )
+    verdict = decide(timed=(32,), timings=timings, step_s=0.01, ready=(32, 128), accumulate=False)
+    hope = 4 / max(2, growth * disturbed / MOST_DISTURBED)  # the noise of this case is large
+    assume(abs(hope - 1.05) > 0.1)
+    assert verdict.reason.startswith("probe") is (hope > 1.05), (hope, verdict.reason)
 
 
 @pytest.mark.parametrize("scale, probes", [(0.49, False), (0.51, True)])
