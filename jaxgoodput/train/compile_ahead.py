@@ -6,6 +6,7 @@ strategy whose step does not fit into memory is left out. The tuner is only offe
 """
 
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
@@ -22,7 +23,7 @@ from jaxgoodput.parallel.partition import CannotDivide
 from jaxgoodput.train.compile_sizes import SizeCompiler
 from jaxgoodput.train.watcher import Ticket
 from jaxgoodput.tune.block_times import SHORT_S
-from jaxgoodput.tune.exploring import Explorer
+from jaxgoodput.tune.exploring import ASSUMED_DELAY, Explorer
 from jaxgoodput.tune.payoff import strategies_pay
 from jaxgoodput.tune.plan import BatchPlan, Indivisible
 from jaxgoodput.tune.timings import TimingTable
@@ -38,6 +39,7 @@ WHOLE = 3
 TRIAL_STEPS, SHORT_STEPS = 16, 32
 
 FIXED_ON_CPU_S = 1.5e-3  # 200 operations of a small decoder, and its dispatch
+COMPILER_CORES = 1.8  # that a compilation keeps busy
 
 
 class StrategyCompiler:
@@ -157,8 +159,21 @@ class StrategyCompiler:
         A small batch may leave an accelerator idle. It rarely leaves a CPU idle, except for the time that
         dispatching a step and starting its operations takes.
         """
+        return FIXED_ON_CPU_S if self._is_on_cpu else math.inf
+
+    @property
+    def delay(self) -> float:
+        """The share of a compilation's seconds by which it delays training, before that is measured.
+
+        The compiler takes cores of a CPU from the steps, and on few cores nearly all of its time.
+        """
+        cores = os.cpu_count() or 1
+        return min(COMPILER_CORES / cores, 0.9) if self._is_on_cpu else ASSUMED_DELAY
+
+    @property
+    def _is_on_cpu(self) -> bool:
         device = next(iter(self._engines.values())).layout.mesh.devices.flat[0]
-        return FIXED_ON_CPU_S if device.platform == "cpu" else math.inf
+        return device.platform == "cpu"
 
     @property
     def is_busy(self) -> bool:
@@ -407,7 +422,7 @@ class CompilationStarter:
         """Whether there is anything left to start."""
         self._strategies = strategies
         self._compile_s = compile_s
-        self._explorer = Explorer(compile_s, began_s)
+        self._explorer = Explorer(compile_s, began_s, strategies.delay)
         self._strategy = ""  # whose size is being compiled
         self._latest: BatchConfig | None = None
         self._num_steps = 0  # with it, since its trial

@@ -16,14 +16,14 @@ import numpy as np
 
 from jaxgoodput.tune.batch import assumed_growth, hoped_gain, modelled_gain
 from jaxgoodput.tune.timings import TimingTable
-from jaxgoodput.tune.verdict import Situation
+from jaxgoodput.tune.verdict import PROBE_STEPS, Situation
 
 EARNINGS = 0.02  # of the time passed
 LOAN = 0.03  # of the time that is left
 REPAYMENT = 5.0  # times the price that a loan must be expected to save
-# Share of a compilation's seconds by which it delays the steps beside it, until that has been measured: two
-# cores of a CPU were delayed by up to 0.57, an accelerator is hardly. A measurement that says less than the
-# least is not believed: few steps are undisturbed if one compilation follows the other.
+# Share of a compilation's seconds by which it delays the steps beside it on an accelerator, until that has
+# been measured. A measurement that says less than the least is not believed: if one compilation follows the
+# other, few steps are undisturbed.
 ASSUMED_DELAY, LEAST_DELAY = 0.3, 0.1
 SEVERAL = 0.9  # hope of several micro-batches, over a single one of as many samples
 
@@ -68,19 +68,22 @@ class NextSize:
 class Explorer:
     """Chooses the next size to compile, if the account allows it. Call it on one thread.
 
-    `compile_s` is how long compiling the plain step of one size takes; compilations correct it. `began_s` is
-    the time when training begins.
+    `compile_s` is how long compiling the plain step of one size takes beside nothing else, and `delay` the
+    share of it by which that would delay training; compilations correct both. `began_s` is the time when
+    training begins.
     """
 
-    def __init__(self, compile_s: float, began_s: float):
+    def __init__(self, compile_s: float, began_s: float, delay: float = ASSUMED_DELAY):
         self.account = Account()
         self.outlook = ""
         """A sentence on what the next size costs and may save, as last decided."""
         self.compiling: int | None = None
         """The size that was chosen last, until it is compiled."""
         self._compile_s = compile_s
+        self._delay = delay
         self._began_s = began_s
-        self._charged_s = 0.0  # for the size that is being compiled
+        self._charged_s = 0.0  # for compiling and trying the size that is being compiled
+        self._trial_s = 0.0  # of that, for trying it
 
     def next(
         self,
@@ -104,11 +107,12 @@ class Explorer:
         if found is None:
             self.outlook = "no other size promises enough to be compiled"
             return None
-        price_s = num_plain * self._compile_s * _delay(table)
+        trial_s = _trial_s(situation, found)
+        price_s = num_plain * self._compile_s * self._delay + trial_s
         saving_s = left_s * (1 - 1 / found.hope)
         what = (
-            f"compiling micro-batches of {found.size} delays training by about {price_s:.2g} s and may save "
-            f"{saving_s:.2g} s"
+            f"compiling and trying micro-batches of {found.size} delays training by about {price_s:.2g} s, "
+            f"and may save {saving_s:.2g} s"
         )
         if not self.account.allows(price_s, saving_s=saving_s, passed_s=passed_s, left_s=left_s):
             self.outlook = f"{what}, which is too little with {left_s:.2g} s left"
@@ -117,21 +121,28 @@ class Explorer:
         # Steps beside a compilation take longer than the ones that are left.
         total_s = math.nan if situation.disturbed else passed_s + left_s
         self.account.spend(price_s, total_s=total_s)
-        self.compiling, self._charged_s = found.size, price_s
+        self.compiling, self._charged_s, self._trial_s = found.size, price_s, trial_s
         return found
 
     def compiled(self, took_s: float, table: TimingTable) -> None:
         """Note that the size chosen last is compiled, in `took_s` seconds, or 0 if it was refused untried."""
-        self.compiling = None
+        self.compiling, real_s = None, 0.0
         if took_s > 0:
-            self._compile_s = took_s
-        self.account.spend(took_s * _delay(table) - self._charged_s)
+            self._compile_s = took_s  # beside training, which takes longer
+            longer = table.disturbance()
+            if math.isnan(longer):
+                self._delay = min(self._delay, ASSUMED_DELAY)
+            else:
+                self._delay = max(1 - 1 / (1 + max(longer, 0.0)), LEAST_DELAY)
+            real_s = took_s * self._delay + self._trial_s
+        self.account.spend(real_s - self._charged_s)
 
 
-def _delay(table: TimingTable) -> float:
-    """Return by which share of its seconds a compilation delays the steps beside it."""
-    share = table.disturbance()
-    return ASSUMED_DELAY if math.isnan(share) else max(1 - 1 / (1 + max(share, 0)), LEAST_DELAY)
+def _trial_s(situation: Situation, found: NextSize) -> float:
+    """Return the seconds of a trial, which may bring nothing."""
+    there = np.array(float(found.size * situation.current.num_replicas))
+    seconds = PROBE_STEPS * situation.step_s * float(assumed_growth(situation, there))
+    return 0.0 if math.isnan(seconds) else seconds
 
 
 def next_size(

@@ -31,7 +31,7 @@ BESIDE_COMPILATION = 2.0  # times as long
 class OneStrategy(StrategyCompiler):
     """What a run with one strategy could use."""
 
-    fixed_s = math.inf  # as of an accelerator
+    fixed_s, delay = math.inf, 0.3  # as of an accelerator
 
     def __init__(self, stage, limits):
         self.stage, self.allowed = stage, limits

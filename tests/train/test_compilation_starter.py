@@ -34,7 +34,7 @@ def told(runs):
     """Steps of runs of (index of the batch, whether it is tried, steps), one after another."""
     adopted: list[BatchConfig] = []
     strategies: Any = mock.Mock(spec=StrategyCompiler)
-    strategies.adopt = adopted.append
+    strategies.adopt, strategies.delay = adopted.append, 0.3
     starter = CompilationStarter(strategies, 1.0, 0.0, explores=False)
     table: Any = mock.Mock(spec=TimingTable)
     table.step_s = lambda num_nodes, config: STEP_S[config]

@@ -14,13 +14,14 @@ from jaxgoodput.goodput.perf import PerfParams, Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.tune.batch import assumed_growth, choose_batch
 from jaxgoodput.tune.exploring import EARNINGS, LOAN, REPAYMENT, Account, Explorer, next_size
-from jaxgoodput.tune.timings import StrategyTimings
-from jaxgoodput.tune.verdict import LEAST_FIXED, Situation, StrategyOption
+from jaxgoodput.tune.timings import Parts, StrategyTimings, key_of
+from jaxgoodput.tune.verdict import LEAST_FIXED, PROBE_STEPS, Situation, StrategyOption
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)
 SECONDS = st.floats(1e-3, 1e5)
 NOISY, SILENT = GradParams(sqr=1e-6, var=1.0), GradParams(sqr=1.0, var=0.0)
 UNKNOWN = GradParams(sqr=math.nan, var=math.nan)
+TRIAL_S = PROBE_STEPS * 0.1 * 2  # of 128 beside 32, if a step of 32 takes 0.1 s
 
 
 def situation(size=32, *, ready=(32,), timed=(32,), grad=NOISY, **known):
@@ -102,7 +103,7 @@ def test_nothing_is_compiled_without_hope(table):
 def test_the_time_left_decides_whether_a_size_is_compiled(left_s, compile_s):
     explorer, table = Explorer(compile_s, began_s=10.0), StrategyTimings(num_nodes=1).table("")
     now = situation(left_s=left_s, step_s=0.1)
-    price_s = 0.3 * compile_s
+    price_s = 0.3 * compile_s + TRIAL_S
     found = explorer.next(now, SIZES, (32,), table, now_s=10.0)
     pays = price_s <= LOAN * left_s and REPAYMENT * price_s <= left_s / 2
     near = math.isclose(price_s, LOAN * left_s, rel_tol=0.01)
@@ -117,11 +118,26 @@ def test_what_a_compilation_took_corrects_its_price(table):
     assert found is not None and explorer.compiling == found.size == 128
     assert explorer.next(now, SIZES, (32, 128), table, now_s=7.0) is None, "one at a time"
     explorer.compiled(10.0, table)
-    assert explorer.account.spent_s == pytest.approx(0.3 * 10.0)
+    assert explorer.account.spent_s == pytest.approx(0.3 * 10.0 + TRIAL_S)
+    next_s = PROBE_STEPS * 0.1 * math.sqrt(2)  # of the trial of 64
     assert explorer.next(now, SIZES, (32, 128), table, now_s=15.0) is not None
-    assert explorer.account.spent_s == pytest.approx(0.3 * 20.0)
+    assert explorer.account.spent_s == pytest.approx(0.3 * 20.0 + TRIAL_S + next_s)
     explorer.compiled(0.0, table)  # refused before it was compiled
-    assert explorer.account.spent_s == pytest.approx(0.3 * 10.0)
+    assert explorer.account.spent_s == pytest.approx(0.3 * 10.0 + TRIAL_S)
+
+
+@given(delay=st.floats(0.1, 0.9), took_s=st.floats(0.1, 100))
+def test_the_delay_is_that_of_the_devices_until_a_compilation_was_seen(delay, took_s):
+    explorer, now = Explorer(1.0, began_s=0.0, delay=delay), situation(left_s=1e9, step_s=0.1)
+    table = StrategyTimings(num_nodes=1).table("")
+    assert explorer.next(now, SIZES, (32,), table, now_s=5.0) is not None
+    assert explorer.account.spent_s == pytest.approx(delay + TRIAL_S)
+    for step in range(16):
+        for busy in (False, True):
+            key = key_of(1, now.current, measured=False)
+            table.add(key, Parts(0.1 * (1 + busy)), step, busy=busy)
+    explorer.compiled(took_s, table)  # twice as long beside it: half of its time was lost
+    assert explorer.account.spent_s == pytest.approx(took_s / 2 + TRIAL_S)
 
 
 def test_without_times_nothing_is_explored(table):
