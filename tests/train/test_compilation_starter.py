@@ -33,8 +33,8 @@ def needed(config):
 def told(runs):
     """Steps of runs of (index of the batch, whether it is tried, steps), one after another."""
     adopted: list[BatchConfig] = []
-    strategies: Any = mock.Mock(spec=StrategyCompiler)
-    strategies.adopt, strategies.delay = adopted.append, 0.3
+    strategies: Any = mock.Mock(spec=StrategyCompiler, delay=0.3)
+    strategies.adopt = adopted.append
     starter = CompilationStarter(strategies, 1.0, 0.0, explores=False)
     table: Any = mock.Mock(spec=TimingTable)
     table.step_s = lambda num_nodes, config: STEP_S[config]
@@ -78,7 +78,7 @@ def test_a_batch_that_a_trial_has_interrupted_measures_in_the_end():
     sizes.near(4)
     sizes.compile_next(64)
     assert engine.entered.wait(WAIT_S)  # the thread is compiling
-    strategies: Any = mock.Mock(spec=StrategyCompiler)
+    strategies: Any = mock.Mock(spec=StrategyCompiler, delay=0.3)
     strategies.adopt = lambda config: sizes.adopt(config.micro_batch_size)
     starter = CompilationStarter(strategies, 1.0, 0.0, explores=False)
     table: Any = mock.Mock(spec=TimingTable)
