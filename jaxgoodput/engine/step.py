@@ -509,15 +509,22 @@ def _stays_finite(old: PyTree, new: PyTree) -> Array:
     return ~jnp.any(jnp.stack([jnp.zeros((), bool), *lost]))
 
 
-def _is_update_finite(
-    problem: Problem, state: TrainState, total: Sums, loss: Array, share: Array, **about: Any
-) -> Array:
-    """Return whether the updates of all small leaves are finite, before any update is applied.
+def _checked(
+    problem: Problem,
+    state: TrainState,
+    total: Sums,
+    loss: Array,
+    share: Array,
+    *,
+    cut: bool,
+    **about: Any,
+) -> tuple[Array, Array]:
+    """Return the squared norm of the gradient sum, and whether all updates of small leaves are finite.
 
-    A schedule that turns NaN spoils all leaves alike, so small ones suffice. Checking an update while it is
-    applied would write it to memory (twice the CPU time of the recommender's steps). Large leaves get a
-    constant gradient here, so their own is not read: 1, because optimizers may divide by a norm. If all
-    leaves are large, the smallest that moves is checked.
+    The updates are computed before any is applied. A schedule that turns NaN spoils all leaves alike, so
+    small ones suffice. Checking an update while it is applied would write it to memory (twice the CPU time of
+    the recommender's steps). Large leaves get a constant gradient here, so their own is not read: 1, because
+    optimizers may divide by a norm. If all leaves are large, the smallest that moves is checked.
     """
     kept, _ = split(state.params, problem.mask(state.params))
     small = max(SMALL, min(g.size for g in jax.tree.leaves(problem.moving(total.grads))))
@@ -525,9 +532,26 @@ def _is_update_finite(
         lambda g: g * share.astype(g.dtype) if g.size <= small else jnp.ones_like(g), total.grads
     )
     updates, _ = problem.tx.update(grads, state.opt_state, kept, value=loss, **about)
-    # 0 times what is not finite is NaN. XLA adds up in one operation, and takes three for `all`.
-    lost = [jnp.sum(wide(jnp.abs(u)) * 0) for u in jax.tree.leaves(updates) if u.size <= small]
-    return jnp.isfinite(sum(lost))
+    zero = jnp.zeros((), share.dtype)
+    norm, lost = zero, zero
+    for g, u in zip(jax.tree.leaves(total.grads), jax.tree.leaves(updates), strict=True):
+        square = jnp.square(g.real) + jnp.square(g.imag) if jnp.iscomplexobj(g) else g * g
+        square = square.astype(share.dtype)
+        if g.size > small:
+            norm += jnp.sum(square)
+            continue
+        none = wide(jnp.abs(u)).astype(share.dtype) * 0  # NaN where the update is not finite
+        if cut:  # the compiler would gather the leaf for a joint sum
+            norm, lost = norm + jnp.sum(square), lost + jnp.sum(none)
+        else:  # one operation instead of two
+            axes = range(square.ndim)
+            sums = jax.lax.reduce((square, none), (zero, zero), _added, axes)
+            norm, lost = norm + sums[0], lost + sums[1]
+    return norm, jnp.isfinite(lost)
+
+
+def _added(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+    return one[0] + other[0], one[1] + other[1]
 
 
 def _noise_sample(
@@ -567,26 +591,28 @@ def update(
     total: Sums,
     *,
     measure: bool,
+    cut: bool = False,
 ) -> tuple[TrainState, StepMetrics[Array]]:
     """Return the next state from the sums of a whole batch, and what to report.
 
     If the loss, gradient, update or model state is not finite, or the batch has no weight, then parameters,
     their average, optimizer and model state stay as they were; only the step count, the refusals and the
-    samples seen advance. `measure` takes a noise sample from the groups of this batch.
+    samples seen advance. `measure` takes a noise sample from the groups of this batch. `cut` says that a
+    device may hold a part of a leaf.
     """
     kept, rest = split(state.params, problem.mask(state.params))
     weight = jnp.maximum(total.weight, 1e-30)
     loss = total.loss / weight
-    norm_sqr = jnp.sum(noise.squared_norms(total.grads) / weight**2)
-    finite = jnp.isfinite(loss) & jnp.isfinite(norm_sqr) & (total.weight > 0)
     sample = _noise_sample(problem, state, kept, total, weight) if measure else None
     # Times the reciprocal: XLA fuses a product into both of its uses, but writes a quotient to memory.
     share = 1.0 / weight
     changed = _with_added(problem, state.model_state, total)
-    finite &= _stays_finite(state.model_state, changed)
     about = {"global_batch_size": total.samples, "noise": sample}
     about["decided"] = decided = problem.tx.decide(total.grads, state.opt_state, **about)
-    finite &= _is_update_finite(problem, state, total, loss, share, **about)
+    square, is_whole = _checked(problem, state, total, loss, share, cut=cut, **about)
+    norm_sqr = square / weight**2
+    finite = is_whole & jnp.isfinite(loss) & jnp.isfinite(norm_sqr) & (total.weight > 0)
+    finite &= _stays_finite(state.model_state, changed)
 
     def take(grads: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
         updates, opt_state = problem.tx.update(

@@ -371,7 +371,8 @@ class Programs(abc.ABC):
     def _update(
         self, state: TrainState, total: Sums, *, measure: bool
     ) -> tuple[TrainState, StepMetrics[Array]]:
-        update = partial(pure.update, self.problem, measure=measure)
+        cut = self.layout.strategy.is_cut
+        update = partial(pure.update, self.problem, measure=measure, cut=cut)
         return self._traced(("update", measure), update, state, total)
 
     # -- programs for micro-batches of a shape ---------------------------------------------------
