@@ -1,7 +1,7 @@
 """How much a traced program computes, counted before it is compiled.
 
-A scan counts times its length, a conditional as its largest branch, a `while` as one iteration. What
-`shard_map` holds is traced for one device, and counts for all.
+A scan counts times its length, a conditional as its largest branch. What `shard_map` holds is traced for one
+device, and counts for all.
 """
 
 import math
@@ -10,25 +10,58 @@ from collections.abc import Callable
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 Shapes = list[tuple[int, ...]]
+# Additions in the time of one number, about, in unoptimised code of a CPU, by the beginning of the
+# operation's name; of windows and cumulative sums, for each number read.
+COSTS = {
+    "reduce_window": 10,
+    "select_and_": 100,
+    "cum": 100,
+    "sort": 500,
+    "random_bits": 50,
+    "threefry": 50,
+    "erf_inv": 20,
+}
 
 
 def matrix_flops(jaxpr: Jaxpr) -> float:
-    """Return the flops of a traced program's matrix products and convolutions, on all its devices."""
+    """Return the flops of a traced program's matrix products and convolutions, on all its devices.
+
+    A `while` counts as one iteration.
+    """
     return _total(jaxpr, _flops_of)
 
 
-def numbers_made(jaxpr: Jaxpr) -> float:
-    """Return how many numbers the operations of a traced program make, on all its devices."""
-    return _total(jaxpr, lambda one: float(sum(map(math.prod, _shapes(one.outvars)))))
+def elementary_work(jaxpr: Jaxpr) -> float:
+    """Return how many numbers the operations of a traced program make, on all its devices.
+
+    Matrix products count as nothing else does: by their results. An operation that takes as long as several
+    additions for each number counts that many times (`COSTS`), and a reduction by what it reads. Infinite
+    if there is a `while`, whose trips are not known.
+    """
+    return _total(jaxpr, _work_of)
+
+
+def _work_of(one: JaxprEqn) -> float:
+    name = one.primitive.name
+    if name == "while":
+        return math.inf
+    reads = name.startswith(("reduce", "arg", "cum"))
+    shapes = _shapes([*one.invars, *one.outvars] if reads else one.outvars)
+    cost = next((cost for start, cost in COSTS.items() if name.startswith(start)), 1)
+    if name.startswith("reduce_window"):
+        cost *= math.prod(one.params.get("window_dimensions", ()))
+    return float(cost * sum(map(math.prod, shapes)))
 
 
 def _total(jaxpr: Jaxpr, of: Callable[[JaxprEqn], float]) -> float:
-    """Return the sum of `of` over the operations that hold no others."""
+    """Return the sum of `of` over the operations that hold no others, or whose parts say nothing of them."""
     return float(sum(_of_one(one, of) for one in jaxpr.eqns))
 
 
 def _of_one(one: JaxprEqn, of: Callable[[JaxprEqn], float]) -> float:
     name, inner = one.primitive.name, [_total(j, of) for j in jaxprs_in_params(one.params)]
+    if name.startswith(("reduce", "scatter")) or (of is _work_of and name == "while"):
+        return of(one)  # what it holds combines two numbers
     if name == "scan":
         return one.params["length"] * sum(inner)
     if name == "shard_map":

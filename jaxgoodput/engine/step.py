@@ -519,7 +519,7 @@ def _checked(
     cut: bool,
     **about: Any,
 ) -> tuple[Array, Array]:
-    """Return the squared norm of the gradient sum, and whether all updates of small leaves are finite.
+    """Return the squared norm of the gradient, and whether all updates of small leaves are finite.
 
     The updates are computed before any is applied. A schedule that turns NaN spoils all leaves alike, so
     small ones suffice. Checking an update while it is applied would write it to memory (twice the CPU time of
@@ -537,21 +537,17 @@ def _checked(
     for g, u in zip(jax.tree.leaves(total.grads), jax.tree.leaves(updates), strict=True):
         square = jnp.square(g.real) + jnp.square(g.imag) if jnp.iscomplexobj(g) else g * g
         square = square.astype(share.dtype)
-        if g.size > small:
-            norm += jnp.sum(square)
-            continue
-        none = wide(jnp.abs(u)).astype(share.dtype) * 0  # NaN where the update is not finite
-        if cut:  # the compiler would gather the leaf for a joint sum
-            norm, lost = norm + jnp.sum(square), lost + jnp.sum(none)
+        # NaN in place of what is not finite.
+        none = wide(jnp.abs(u)).astype(share.dtype) * 0 if g.size <= small else zero
+        if cut or g.size > SMALL:
+            # The compiler would gather a leaf that is cut for a joint sum, which would also lose digits in
+            # millions of elements.
+            sums = jnp.sum(square), jnp.sum(none)
         else:  # one operation instead of two
-            axes = range(square.ndim)
-            sums = jax.lax.reduce((square, none), (zero, zero), _added, axes)
-            norm, lost = norm + sums[0], lost + sums[1]
+            pair = (square, jnp.broadcast_to(none, square.shape))
+            sums = jax.lax.reduce(pair, (zero, zero), noise.added, range(square.ndim))
+        norm, lost = norm + sums[0] * share**2, lost + sums[1]
     return norm, jnp.isfinite(lost)
-
-
-def _added(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
-    return one[0] + other[0], one[1] + other[1]
 
 
 def _noise_sample(
@@ -609,8 +605,7 @@ def update(
     changed = _with_added(problem, state.model_state, total)
     about = {"global_batch_size": total.samples, "noise": sample}
     about["decided"] = decided = problem.tx.decide(total.grads, state.opt_state, **about)
-    square, is_whole = _checked(problem, state, total, loss, share, cut=cut, **about)
-    norm_sqr = square / weight**2
+    norm_sqr, is_whole = _checked(problem, state, total, loss, share, cut=cut, **about)
     finite = is_whole & jnp.isfinite(loss) & jnp.isfinite(norm_sqr) & (total.weight > 0)
     finite &= _stays_finite(state.model_state, changed)
 

@@ -424,12 +424,13 @@ def _sums(arrays: tuple[Array, ...], *, one_pass: bool) -> list[Array]:
     if one_pass and len(arrays) > 1 and arrays[0].ndim:
         # Along the last axis only, because one running sum over millions of elements would lose digits.
         zeros = tuple(jnp.zeros((), x.dtype) for x in arrays)
-        arrays = tuple(jax.lax.reduce(arrays, zeros, _added, (arrays[0].ndim - 1,)))
+        arrays = tuple(jax.lax.reduce(arrays, zeros, added, (arrays[0].ndim - 1,)))
     # vdot would flatten the arrays, for which a sharded leaf would be gathered.
     return [jnp.sum(x) for x in arrays]
 
 
-def _added(xs: tuple[Array, ...], ys: tuple[Array, ...]) -> tuple[Array, ...]:
+def added(xs: tuple[Array, ...], ys: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Return the sums of two tuples, element by element; for `jax.lax.reduce`."""
     return tuple(x + y for x, y in zip(xs, ys, strict=True))
 
 

@@ -44,7 +44,8 @@ from jaxgoodput.tune.tuner import Tuner, TunerAnswer
 from jaxgoodput.tune.verdict import PROBE_STEPS, Caution, Situation, StrategyOption
 
 # Assumed error of step times beside a compilation until it has been measured. On two cores such steps took up
-# to 2.3 times as long, so only a change that promises to double the goodput is believed.
+# to 2.3 times as long before the compiler's threads yielded, and elsewhere they still may, so only a change
+# that promises to double the goodput is believed.
 UNKNOWN_DOUBT = 1.0
 CONSIDER_EVERY = 16  # steps between two looks at whether compiling another size pays
 

@@ -40,6 +40,14 @@ TRIAL_STEPS, SHORT_STEPS = 16, 32
 
 FIXED_ON_CPU_S = 1.5e-3  # 200 operations of a small decoder, and its dispatch
 COMPILER_CORES = 1.8  # that a compilation keeps busy
+LEAST_DELAY, MOST_DELAY = 0.1, 0.9  # shares of a compilation's seconds, on a CPU
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class StrategyCompiler:
@@ -154,7 +162,7 @@ class StrategyCompiler:
 
     @property
     def fixed_s(self) -> float:
-        """Most seconds of a step that need not grow with its batch; infinite where nothing is known of that.
+        """Most seconds of a step that need not grow with its batch; infinite if nothing is known of that.
 
         A small batch may leave an accelerator idle. It rarely leaves a CPU idle, except for the time that
         dispatching a step and starting its operations takes.
@@ -167,8 +175,17 @@ class StrategyCompiler:
 
         The compiler takes cores of a CPU from the steps, and on few cores nearly all of its time.
         """
-        cores = os.cpu_count() or 1
-        return min(COMPILER_CORES / cores, 0.9) if self._is_on_cpu else ASSUMED_DELAY
+        if not self._is_on_cpu:
+            return ASSUMED_DELAY
+        return min(max(COMPILER_CORES / num_cores(), LEAST_DELAY), MOST_DELAY)
+
+    @property
+    def least_delay(self) -> float:
+        """The least share by which a compilation is believed to delay training, whatever is measured.
+
+        If one compilation follows the other, few steps on a CPU are undisturbed.
+        """
+        return LEAST_DELAY if self._is_on_cpu else 0.0
 
     @property
     def _is_on_cpu(self) -> bool:
@@ -422,7 +439,8 @@ class CompilationStarter:
         """Whether there is anything left to start."""
         self._strategies = strategies
         self._compile_s = compile_s
-        self._explorer = Explorer(compile_s, began_s, strategies.delay)
+        delay, least_delay = strategies.delay, strategies.least_delay
+        self._explorer = Explorer(compile_s, began_s, delay=delay, least_delay=least_delay)
         self._strategy = ""  # whose size is being compiled
         self._latest: BatchConfig | None = None
         self._num_steps = 0  # with it, since its trial

@@ -23,7 +23,8 @@ from jaxgoodput.tune.verdict import Situation, Verdict
 # (`optim/noise.py`): along runs of four models it was 0.25 to 1 of the exact one, of embeddings less. With 4
 # times as much, the forecast for a decoder at 4 and 16 times its base batch is what separate runs then took.
 OPTIMISM = 4.0
-# Times as long as undisturbed that steps beside a compilation may take: on two cores of a CPU.
+# Times as long as undisturbed that steps beside a compilation may take: on two cores of a CPU, since the
+# compiler's threads yield.
 MOST_DISTURBED = 1.6
 
 
@@ -141,13 +142,13 @@ def _first_probe(situation: Situation) -> Verdict | None:
     options = _untimed(situation)
     if set(here.timed) - {current.micro_batch_size} or not options:
         return None
+    # If the noise leaves nothing to gain, a probe would only waste steps.
+    least = 1 + situation.caution.min_gain
+    options = [c for c in options if _hope_of(situation, c) >= least]
+    if not options:
+        return None
     wanted = current.micro_batch_size * situation.caution.max_growth
     probe = min(options, key=lambda c: abs(math.log(c.micro_batch_size / wanted)))
-    # If the noise leaves nothing to gain, a probe would only waste steps.
-    there = np.array(probe.global_batch_size)
-    hope = hoped_gain(situation, there) / _slower_than_assumed(situation, probe)
-    if not hope >= 1 + situation.caution.min_gain:
-        return None
     return situation.change(
         probe,
         f"probe: only micro-batches of {current.micro_batch_size} have been timed without disturbance; a few "
@@ -155,17 +156,18 @@ def _first_probe(situation: Situation) -> Verdict | None:
     )
 
 
-def _slower_than_assumed(situation: Situation, config: BatchConfig) -> float:
-    """Return by which factor steps of `config` were slower than assumed, at least 1; 1 if there were none.
+def _hope_of(situation: Situation, config: BatchConfig) -> float:
+    """Return the `hoped_gain` of a batch, corrected by steps of it that were timed beside a compilation.
 
-    They were timed beside a compilation, which may have taken the better part of the difference.
+    The compilation may be the reason why they took longer than assumed.
     """
+    there, seconds = np.array(config.global_batch_size), situation.seconds_by_size
+    hope = float(hoped_gain(situation, there))
     size, now = config.micro_batch_size, situation.current.micro_batch_size
-    seconds = situation.seconds_by_size
     if not {size, now} <= seconds.keys():
-        return 1.0
-    assumed = float(assumed_growth(situation, np.array(config.global_batch_size)))
-    return max(seconds[size] / seconds[now] / MOST_DISTURBED / assumed, 1.0)
+        return hope
+    slower = seconds[size] / seconds[now] / float(assumed_growth(situation, there))
+    return hope / (max(slower / MOST_DISTURBED, 1.0) if slower > 1 else slower)
 
 
 def _later_probe(situation: Situation) -> Verdict | None:
@@ -315,9 +317,9 @@ def hoped_gain(situation: Situation, there: np.ndarray) -> np.ndarray:
     """Return a guess of the gain of a batch whose step time is unknown, to decide whether to try it.
 
     The result, `[batches]`, is the goodput of each batch `there` relative to the present one, if the step
-    time grew as the square root of the batch: half-way between not at all and in proportion. It grows by more
-    if all but a fixed share of it is in proportion (`Situation.fixed_share`). Batches outside the limits get
-    0.
+    time grew as the square root of the batch: half-way between not at all and in proportion. For a larger
+    batch it grows by more if all but a fixed share of it is in proportion (`Situation.fixed_share`). Batches
+    outside the limits get 0.
     """
     limits, now = situation.here.limits, situation.current.global_batch_size
     hope = there / now / assumed_growth(situation, there)
@@ -326,9 +328,13 @@ def hoped_gain(situation: Situation, there: np.ndarray) -> np.ndarray:
 
 
 def assumed_growth(situation: Situation, there: np.ndarray) -> np.ndarray:
-    """Return how many times as long as the present step those of other batches are assumed to take."""
+    """Return how many times as long as the present step those of other batches are assumed to take.
+
+    At least the square root of the size for a larger batch, and just that for a smaller one.
+    """
     times, fixed = there / situation.current.global_batch_size, situation.fixed_share
-    return np.asarray(np.maximum(np.sqrt(times), fixed + (1 - fixed) * times))
+    grown = np.maximum(np.sqrt(times), fixed + (1 - fixed) * times)
+    return np.asarray(np.where(times < 1, np.sqrt(times), grown))
 
 
 def modelled_gain(situation: Situation, sizes: Sequence[int], batches: np.ndarray) -> np.ndarray:

@@ -78,4 +78,4 @@ class NoiseCadence:
         # If every step measured, no plain step would be timed again, and a wrong first comparison would
         # never be corrected.
         cadence = max(cadence, 2)
-        return FIRST_CADENCE if newest_samples < MIN_SAMPLES else cadence
+        return min(FIRST_CADENCE, cadence) if newest_samples < MIN_SAMPLES else cadence

@@ -2,9 +2,9 @@
 
 Exploring delays training by a price in seconds, which is known beforehand. What it saves is a hope. The
 account earns a share of the time that passes. It may also borrow a share of the time that is left, if the
-hope repays the price several times. So a short run explores little and a long run thoroughly. What is charged
-is compiling the sizes to be tried; their trials of eight steps are not, nor what is compiled for a size that
-has proved better.
+hope repays the price several times. So a short run explores little and a long run thoroughly. Compiling the
+sizes to be tried is charged, and so are their trials, but not what is compiled for a size that has proved
+better.
 """
 
 import dataclasses
@@ -21,10 +21,8 @@ from jaxgoodput.tune.verdict import PROBE_STEPS, Situation
 EARNINGS = 0.02  # of the time passed
 LOAN = 0.03  # of the time that is left
 REPAYMENT = 5.0  # times the price that a loan must be expected to save
-# Share of a compilation's seconds by which it delays the steps beside it on an accelerator, until that has
-# been measured. A measurement that says less than the least is not believed: if one compilation follows the
-# other, few steps are undisturbed.
-ASSUMED_DELAY, LEAST_DELAY = 0.3, 0.1
+# Share of a compilation's seconds by which it delays the steps beside it, until that has been measured.
+ASSUMED_DELAY = 0.3
 SEVERAL = 0.9  # hope of several micro-batches, over a single one of as many samples
 
 
@@ -69,18 +67,25 @@ class Explorer:
     """Chooses the next size to compile, if the account allows it. Call it on one thread.
 
     `compile_s` is how long compiling the plain step of one size takes beside nothing else, and `delay` the
-    share of it by which that would delay training; compilations correct both. `began_s` is the time when
-    training begins.
+    share of it by which that would delay training; compilations correct both, but the delay is never taken
+    for less than `least_delay`. `began_s` is the time when training begins.
     """
 
-    def __init__(self, compile_s: float, began_s: float, delay: float = ASSUMED_DELAY):
+    def __init__(
+        self,
+        compile_s: float,
+        began_s: float,
+        *,
+        delay: float = ASSUMED_DELAY,
+        least_delay: float = 0.0,
+    ):
         self.account = Account()
         self.outlook = ""
         """A sentence on what the next size costs and may save, as last decided."""
         self.compiling: int | None = None
         """The size that was chosen last, until it is compiled."""
         self._compile_s = compile_s
-        self._delay = delay
+        self._delay, self._least_delay = delay, least_delay
         self._began_s = began_s
         self._charged_s = 0.0  # for compiling and trying the size that is being compiled
         self._trial_s = 0.0  # of that, for trying it
@@ -128,19 +133,19 @@ class Explorer:
         """Note that the size chosen last is compiled, in `took_s` seconds, or 0 if it was refused untried."""
         self.compiling, real_s = None, 0.0
         if took_s > 0:
-            self._compile_s = took_s  # beside training, which takes longer
+            # Beside training it takes longer, and a smaller share of that delays training.
+            self._compile_s, self._delay = took_s, min(self._delay, ASSUMED_DELAY)
             longer = table.disturbance()
-            if math.isnan(longer):
-                self._delay = min(self._delay, ASSUMED_DELAY)
-            else:
-                self._delay = max(1 - 1 / (1 + max(longer, 0.0)), LEAST_DELAY)
+            if not math.isnan(longer):
+                self._delay = max(1 - 1 / (1 + max(longer, 0.0)), self._least_delay)
             real_s = took_s * self._delay + self._trial_s
         self.account.spend(real_s - self._charged_s)
 
 
 def _trial_s(situation: Situation, found: NextSize) -> float:
     """Return the seconds of a trial, which may bring nothing."""
-    there = np.array(float(found.size * situation.current.num_replicas))
+    current = situation.current
+    there = np.array(float(found.size * current.num_replicas * current.num_micro_batches))
     seconds = PROBE_STEPS * situation.step_s * float(assumed_growth(situation, there))
     return 0.0 if math.isnan(seconds) else seconds
 

@@ -206,11 +206,9 @@ class TimingTable:
         if self.count(other) < MIN_COUNT:
             return False
         plain, measured = (other, key) if key.measured else (key, other)
-        is_plain_better = (
-            len(self._rows[plain].clean) >= MIN_COUNT
-            or len(self._rows[measured].clean) < MIN_COUNT
-            or self.median_s(plain) < self.median_s(measured)
-        )
+        is_plain_better = len(self._rows[plain].clean) >= MIN_COUNT or self.median_s(
+            plain
+        ) < self.median_s(measured)
         return is_plain_better == key.measured
 
     def rows(self) -> tuple[TimingRow, ...]:

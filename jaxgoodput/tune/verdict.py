@@ -157,9 +157,15 @@ class Situation:
         timings = self.timings
         if timings is None:
             return {}
-        columns = (timings.num_replicas, timings.micro_batch_size, timings.step_s)
+        columns = (
+            timings.num_nodes,
+            timings.num_replicas,
+            timings.micro_batch_size,
+            timings.step_s,
+        )
         rows = zip(*map(np.atleast_1d, columns), strict=True)
-        return {int(size): float(s) for n, size, s in rows if n == self.current.num_replicas}
+        here = (self.here.placement.num_nodes, self.current.num_replicas)
+        return {int(size): float(s) for *at, size, s in rows if tuple(at) == here and s > 0}
 
     @property
     def fixed_share(self) -> float:

@@ -9,7 +9,7 @@ import pytest
 from engines import DIM, make
 
 from jaxgoodput.engine.analysis import analyse, received_by_kind
-from jaxgoodput.engine.arithmetic import matrix_flops, numbers_made
+from jaxgoodput.engine.arithmetic import elementary_work, matrix_flops
 from jaxgoodput.parallel.strategy import Strategy
 
 WIDTH, LAYERS = 64, 6
@@ -133,12 +133,18 @@ def test_the_arithmetic_of_a_sample_is_known_once_its_program_is_compiled(kind):
     assert engine.tflops_per_sample(4) == pytest.approx(4 * DIM / 1e12)
 
 
-def test_numbers_made_are_counted_in_loops_and_branches():
-    def numbers(function):
-        return numbers_made(jax.make_jaxpr(function)(jnp.ones((3, 4))).jaxpr)
+def test_elementary_work_counts_loops_branches_and_what_reductions_read():
+    def work(function):
+        return elementary_work(jax.make_jaxpr(function)(jnp.ones((3, 4))).jaxpr)
 
-    assert numbers(lambda x: jnp.sin(x) + 1) == 24
-    looped = numbers(lambda x: jax.lax.fori_loop(0, 5, lambda i, y: jnp.sin(y), x))
-    assert 5 * 12 <= looped <= 5 * 15  # and the loop's own counter
-    branch = numbers(lambda x: jax.lax.cond(True, lambda: jnp.sin(jnp.cos(x)), lambda: x))
-    assert 24 <= branch <= 26
+    assert work(lambda x: jnp.sin(x) + 1) == 24
+    looped = work(lambda x: jax.lax.scan(lambda y, _: (jnp.sin(y), None), x, None, length=5)[0])
+    assert looped == 5 * 12
+    branch = work(lambda x: jax.lax.cond(x[0, 0] > 0, lambda: jnp.sin(jnp.cos(x)), lambda: x))
+    assert 24 <= branch <= 30  # and the choice
+    assert 12 <= work(jnp.sum) <= 13
+    assert work(lambda x: jax.lax.while_loop(lambda y: y[0, 0] > 0, jnp.sin, x)) == math.inf
+    pair = work(lambda x: jax.lax.reduce((x, x), (0.0, 0.0), lambda a, b: (a[0], b[1]), (1,)))
+    assert pair >= 2 * 12
+    for costly in (jnp.sort, jnp.cumsum, lambda x: jax.random.normal(jax.random.key(0), x.shape)):
+        assert work(costly) >= 20 * 12

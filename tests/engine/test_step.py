@@ -1,6 +1,7 @@
 """The update: refused where it is not finite, scheduled by progress, multiplied by the gain."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,44 @@ from jaxgoodput.engine import step as pure
 from jaxgoodput.engine.state import Loss, StepMetrics, Variables, combine, split
 from jaxgoodput.optim import adaptation
 from jaxgoodput.optim import learning_rate as rules
+from jaxgoodput.parallel.strategy import Strategy
+
+# -- the norm of the gradient ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "strategy", [Strategy(), Strategy(data=2), Strategy(fsdp=2)], ids=lambda x: x.name
+)
+@pytest.mark.parametrize(
+    "shapes", [[()], [(7,), (0,)], [(100, 100), ()], [(2048, 2048)], [(2048, 2048), (8,)]], ids=str
+)
+def test_the_norm_is_exact_for_leaves_of_every_size(key, rng, shapes, strategy):
+    """One running sum over millions of elements would lose digits."""
+    planted = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+    def loss(params, batch, key):
+        slope = sum(jnp.sum(w * c) for w, c in zip(params, planted, strict=True))
+        return batch["x"][:, 0] * slope
+
+    engine = make(
+        loss,
+        init=lambda key: [jnp.zeros(shape) for shape in shapes],
+        strategy=strategy,
+        sample={"x": SAMPLE["x"]},
+    )
+    rows = {"x": samples(rng, 8)["x"]}
+    _, metrics = engine.step(start(engine, key), None, *put(engine, rows))
+    norm = math.sqrt(sum(np.sum(np.square(c, dtype=np.float64)) for c in planted))
+    expected = abs(float(np.mean(rows["x"][:, 0]))) * norm
+    assert read(engine, metrics).grad_norm == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("often", [False, True])
+def test_steps_that_measure_often_are_compiled_to_run_fast(often):
+    engine = make(measures_often=often)
+    (build,) = engine.measuring_programs(8)
+    assert build().is_seldom is not often
+
 
 # -- not finite --------------------------------------------------------------------------------------
 

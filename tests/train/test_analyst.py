@@ -1,7 +1,5 @@
 """When the analyst asks, and what a run of steps makes of the answers; steps here are made up."""
 
-import math
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,8 +29,6 @@ BESIDE_COMPILATION = 2.0  # times as long
 class OneStrategy(StrategyCompiler):
     """What a run with one strategy could use."""
 
-    fixed_s, delay = math.inf, 0.3  # as of an accelerator
-
     def __init__(self, stage, limits):
         self.stage, self.allowed = stage, limits
         self.settled_everywhere = None
@@ -40,6 +36,10 @@ class OneStrategy(StrategyCompiler):
     @property
     def num_strategies(self):
         return 1
+
+    @property
+    def _is_on_cpu(self):
+        return False
 
     def limits(self, strategy):
         return self.allowed

@@ -1,6 +1,11 @@
-"""The noise of a batch is measured once it is kept: steps of its trial, and its last ones, do not count."""
+"""The noise of a batch is measured once it is kept: steps of its trial, and its last ones, do not count.
+
+And what a compilation is assumed to delay.
+"""
 
 import dataclasses
+import math
+import os
 from typing import Any
 from unittest import mock
 
@@ -10,6 +15,7 @@ from hypothesis import strategies as st
 from scripted import WAIT_S, Scripted, sizes_of
 
 from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.train import compile_ahead
 from jaxgoodput.train.compile_ahead import (
     SHORT_STEPS,
     TRIAL_STEPS,
@@ -33,7 +39,7 @@ def needed(config):
 def told(runs):
     """Steps of runs of (index of the batch, whether it is tried, steps), one after another."""
     adopted: list[BatchConfig] = []
-    strategies: Any = mock.Mock(spec=StrategyCompiler, delay=0.3)
+    strategies: Any = mock.Mock(spec=StrategyCompiler, delay=0.3, least_delay=0.0)
     strategies.adopt = adopted.append
     starter = CompilationStarter(strategies, 1.0, 0.0, explores=False)
     table: Any = mock.Mock(spec=TimingTable)
@@ -78,7 +84,7 @@ def test_a_batch_that_a_trial_has_interrupted_measures_in_the_end():
     sizes.near(4)
     sizes.compile_next(64)
     assert engine.entered.wait(WAIT_S)  # the thread is compiling
-    strategies: Any = mock.Mock(spec=StrategyCompiler, delay=0.3)
+    strategies: Any = mock.Mock(spec=StrategyCompiler, delay=0.3, least_delay=0.0)
     strategies.adopt = lambda config: sizes.adopt(config.micro_batch_size)
     starter = CompilationStarter(strategies, 1.0, 0.0, explores=False)
     table: Any = mock.Mock(spec=TimingTable)
@@ -92,3 +98,29 @@ def test_a_batch_that_a_trial_has_interrupted_measures_in_the_end():
     engine.may_go.set()
     assert sizes.wait(WAIT_S) and sizes.can_measure(16)
     sizes.close()
+
+
+class Devices(StrategyCompiler):
+    """What compiling delays on some devices."""
+
+    def __init__(self, *, are_cpus):
+        self.are_cpus = are_cpus
+
+    @property
+    def _is_on_cpu(self):
+        return self.are_cpus
+
+
+@given(st.integers(1, 256))
+def test_a_compilation_delays_a_cpu_by_its_cores(cores):
+    cpu = Devices(are_cpus=True)
+    with mock.patch.object(compile_ahead, "num_cores", lambda: cores):
+        delay, least = cpu.delay, cpu.least_delay
+    assert least <= delay <= 0.9 and delay <= max(2 / cores, least)
+    assert 0 < cpu.fixed_s < 0.01
+
+
+def test_of_an_accelerator_nothing_of_the_kind_is_assumed():
+    other = Devices(are_cpus=False)
+    assert other.least_delay == 0 and math.isinf(other.fixed_s)
+    assert 1 <= compile_ahead.num_cores() <= (os.cpu_count() or 1)

@@ -189,22 +189,26 @@ def test_one_timed_size_is_followed_by_a_probe_of_another():
     assert decide(timed=(32, 64)).reason.startswith("change")
 
 
+def timings_of(seconds):
+    """Step times of one replica by micro-batch size."""
+    ones, empty = np.ones(len(seconds)), np.full(len(seconds), NAN)
+    return StepTimings(
+        num_nodes=ones,
+        num_replicas=ones,
+        micro_batch_size=np.array(list(seconds), float),
+        accumulate_s=empty,
+        reduce_s=empty,
+        update_s=empty,
+        step_s=np.array(list(seconds.values())),
+    )
+
+
 @given(disturbed=st.floats(1, MOST_DISTURBED), growth=st.floats(1, 8))
 def test_a_size_that_was_timed_beside_a_compilation_is_not_tried_again_without_hope(
     disturbed, growth
 ):
     """Whatever the compilation did to its times, what is left of the hope must suffice."""
-    sizes, seconds = np.array([32.0, 128.0]), np.array([0.01, 0.01 * growth * disturbed])
-    empty = np.full(2, NAN)
-    timings = StepTimings(
-        num_nodes=np.ones(2),
-        num_replicas=np.ones(2),
-        micro_batch_size=sizes,
-        accumulate_s=empty,
-        reduce_s=empty,
-        update_s=empty,
-        step_s=seconds,
-    )
+    timings = timings_of({32: 0.01, 128: 0.01 * growth * disturbed})
     verdict = decide(timed=(32,), timings=timings, step_s=0.01, ready=(32, 128), accumulate=False)
     hope = 4 / max(2, growth * disturbed / MOST_DISTURBED)  # the noise of this case is large
     assume(abs(hope - 1.05) > 0.1)
@@ -217,7 +221,18 @@ def test_a_probe_must_pay_if_time_grew_as_the_square_root_of_the_batch(scale, pr
     # (N + 32) / (N + 128) = 1.05 / 2. An optimist believes in more noise than was measured.
     break_even = (1.05 * 128 - 2 * 32) / (2 - 1.05) / OPTIMISM
     grad = GradParams(sqr=1.0, var=break_even / 32 * (2 * scale))
-    assert decide(grad, timed=(32,)).reason.startswith("probe") is probes
+    only = {"timed": (32,), "ready": (32, 128), "accumulate": False}
+    assert decide(grad, **only).reason.startswith("probe") is probes
+    # The nearer size pays earlier: half the efficiency is asked of 128, 0.74 of 64.
+    assert decide(grad, timed=(32,)).reason.startswith("probe")
+
+
+@given(growth=st.floats(1, 50))
+def test_a_size_without_hope_does_not_stand_in_the_way_of_another(growth):
+    """However long steps of 128 took beside a compilation, 64 is tried."""
+    timings = timings_of({32: 0.01, 128: 0.01 * growth})
+    verdict = decide(timed=(32,), timings=timings, step_s=0.01, ready=(32, 64, 128))
+    assert verdict.reason.startswith("probe") and verdict.config.micro_batch_size in (64, 128)
 
 
 def test_what_was_measured_goes_before_the_model():

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from jaxgoodput._jax import set_priorities
 from jaxgoodput._seldom import options_if_seldom
-from jaxgoodput.engine.arithmetic import numbers_made
+from jaxgoodput.engine.arithmetic import elementary_work
 from jaxgoodput.parallel.strategy import DATA_AXIS, FSDP_AXIS, MODEL_AXES
 
 # The order in which the partitioner follows shardings: batches first (their rows are cut over DATA_AXIS),
@@ -98,7 +98,7 @@ class Program:
 
 def seldom_options(traced: jax.stages.Traced) -> dict[str, Any] | None:
     """Return the compiler's options for a traced program that runs seldom; see `options_if_seldom`."""
-    return options_if_seldom(numbers_made(traced.jaxpr.jaxpr))
+    return options_if_seldom(elementary_work(traced.jaxpr.jaxpr))
 
 
 def shardings_of(tree: PyTree) -> PyTree:

@@ -32,7 +32,7 @@ from jaxgoodput.train.tables.commits import Tables
 from jaxgoodput.train.tables.declared import NoTables, TaskTables, tables_of
 from jaxgoodput.train.task import Task, require_bools, require_floating, require_methods
 
-OFTEN = 16  # steps between two measurements, below which those that measure should run fast
+OFTEN = 16  # steps between two measurements, up to which those that measure should run fast
 
 
 class TaskInputs:
