@@ -32,11 +32,11 @@ def matrix_flops(jaxpr: Jaxpr) -> float:
 
 
 def elementary_work(jaxpr: Jaxpr) -> float:
-    """Return how many numbers the operations of a traced program make, on all its devices.
+    """Return how many additions take about as long as a traced program without its matrix products.
 
-    Matrix products count as nothing else does: by their results. An operation that takes as long as several
-    additions for each number counts that many times (`COSTS`), and a reduction by what it reads. Infinite
-    if there is a `while`, whose trips are not known.
+    An operation counts one addition for each number of its result, or as many as `COSTS` says; a reduction
+    also counts what it reads. A matrix product counts only its result, because the compiler's options do not
+    change how long it takes. The work is infinite if there is a `while`, whose trips are not known.
     """
     return _total(jaxpr, _work_of)
 
@@ -54,7 +54,7 @@ def _work_of(one: JaxprEqn) -> float:
 
 
 def _total(jaxpr: Jaxpr, of: Callable[[JaxprEqn], float]) -> float:
-    """Return the sum of `of` over the operations that hold no others, or whose parts say nothing of them."""
+    """Return the sum of `of` over all operations, also those inside of others."""
     return float(sum(_of_one(one, of) for one in jaxpr.eqns))
 
 
