@@ -260,6 +260,26 @@ def test_a_body_that_does_not_say_how_long_it_is(service):
     assert said.startswith(b"HTTP/1.1 413 ")
 
 
+@pytest.mark.parametrize("num_bytes", [2**20 + 1, 3 * 2**19, 2**21])
+def test_who_sends_a_body_that_is_too_long_is_told_so(service, num_bytes):
+    """The connection is not reset before the answer has come, if the rest is not much longer."""
+    head = f"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKENS['red'][0]}\r\n"
+    said = raw(service, f"{head}Content-Length: {num_bytes}\r\n\r\n".encode() + num_bytes * b"x")
+    assert said.startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_body_without_an_end_is_not_read_for_ever(service):
+    head = f"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKENS['red'][0]}\r\n"
+    sent = 0
+    with socket.create_connection(("127.0.0.1", service.port), timeout=30.0) as sock:
+        sock.sendall(f"{head}Content-Length: {2**40}\r\n\r\n".encode())
+        with pytest.raises(ConnectionError):
+            while sent < 2**30:
+                sent += sock.send(65536 * b"x")
+    assert sent < 2**26  # what the kernel holds, too
+    assert_logged(service, "request refused with 413")
+
+
 def test_a_body_that_comes_too_slowly(service):
     head = f"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKENS['red'][0]}\r\n"
     said = raw(service, head.encode() + b"Content-Length: 100\r\n\r\n{")

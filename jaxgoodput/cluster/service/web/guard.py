@@ -1,12 +1,13 @@
 """Access control in front of the application: tokens, request sizes and request rates.
 
-Without a token only `/healthz` answers. The guard stops reading a body that is too long or too slow, and
+Without a token only `/healthz` answers. The guard soon stops reading a body that is too long or too slow, and
 tells a caller that sends too many requests when to retry. It logs every refusal.
 """
 
 import asyncio
 import base64
 import binascii
+import contextlib
 import hashlib
 import json
 import math
@@ -30,6 +31,7 @@ ROLES = ("user", "node", "operator")
 OPEN = frozenset({"/healthz"})
 # Browsers can send a password, but no bearer token.
 PAGES = frozenset({"/", "/page", "/page.js"})
+LINGER_S = 1.0  # for the rest of a body that is refused
 MOST_STRANGERS = 1000  # addresses whose wrong tokens are counted
 
 Scope = MutableMapping[str, Any]
@@ -158,6 +160,8 @@ class AccessGuard:
             return
         refused = self._refusal(scope)
         if refused is not None:
+            if refused.status == 413:
+                await _discard(receive, 2 * self._bounds.body_bytes)
             await self._refuse(scope, send, refused)
             return
         body = _LimitedBody(receive, self._bounds, asyncio.get_running_loop().time)
@@ -267,11 +271,27 @@ class _LimitedBody:
             ) from None
         self._num_bytes += len(message.get("body", b""))
         if self._num_bytes > self._bounds.body_bytes:
+            if message.get("more_body", False):
+                await _discard(self._receive, 2 * self._bounds.body_bytes)
             raise BodyRefused(
                 413, f"the body is too long. Send at most {self._bounds.body_bytes} bytes."
             )
         self._is_whole = not message.get("more_body", False)
         return message
+
+
+async def _discard(receive: Receive, most_bytes: int) -> None:
+    """Read the rest of a body that is refused, for a moment, and drop it.
+
+    A connection that is closed with unread bytes is reset, and the answer that says why may be lost with it.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while most_bytes > 0:
+                message = await receive()
+                most_bytes -= len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 def _too_many(said: str, wait_s: float) -> _Refused:
