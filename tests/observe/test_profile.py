@@ -4,6 +4,7 @@ import dataclasses
 import os
 import signal
 import time
+import warnings
 
 import jax
 import numpy as np
@@ -53,13 +54,19 @@ def line(workdir, *hooks, base_steps=300.0):
 
 
 def steps_in(path):
-    """The numbers of the steps in a capture."""
+    """The numbers of the steps in a capture.
+
+    With Python 3.13, jaxlib makes its own type for `stats` in a way that Python warns of. As an error, that
+    would end the process.
+    """
     found = set()
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
         for line in plane.lines:
             for event in line.events:
                 if event.name == "train":
-                    found.add(dict(event.stats)["step_num"])
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore", DeprecationWarning)
+                        found.add(dict(event.stats)["step_num"])
     return found
 
 
