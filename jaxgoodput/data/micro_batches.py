@@ -23,6 +23,8 @@ from jaxgoodput.data.rows import check_same_kind, held_rows, narrow, parts_of, p
 from jaxgoodput.data.sources import Source, StreamSource, StreamState, is_endless
 from jaxgoodput.goodput.search import BatchConfig
 
+MOST_HELD = 8  # sizes of micro-batches whose rows and masks are kept
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -139,7 +141,7 @@ class MicroBatchReader:
         self._permutations = Permutations()
         self._kind: PyTree | None = None  # structure, shapes and dtypes of the first batch
         # For one sharding and number of rows: which rows this process holds, and the mask without padding.
-        self._held: tuple[tuple[NamedSharding, int], np.ndarray, Array] | None = None
+        self._held: dict[tuple[NamedSharding, int], tuple[np.ndarray, Array]] = {}
 
     @property
     def is_stream(self) -> bool:
@@ -278,13 +280,19 @@ class MicroBatchReader:
         return MicroBatch(data=data, mask=mask, on_host=on_host)
 
     def whole(self, sharding: NamedSharding, num_rows: int) -> tuple[np.ndarray, Array]:
-        """Return which of `num_rows` rows this process holds, and a mask of ones, which is made once."""
+        """Return which of `num_rows` rows this process holds, and a mask of ones, which is made once.
+
+        Steps alone, blocks of them and last batches take turns, so those of several sizes are kept.
+        """
         key = (sharding, num_rows)
-        if self._held is None or self._held[0] != key:
+        if (found := self._held.get(key)) is None:
             held = held_rows(sharding, num_rows)
             ones = np.ones(len(held), np.float32)
-            self._held = key, held, put_rows(ones, held, sharding, num_rows=num_rows)
-        return self._held[1:]
+            found = held, put_rows(ones, held, sharding, num_rows=num_rows)
+            while len(self._held) >= MOST_HELD:
+                self._held.pop(next(iter(self._held)), None)
+            self._held[key] = found
+        return found
 
 
 def _padded(held: np.ndarray, num_mine: int, replica_rows: int) -> np.ndarray:

@@ -53,17 +53,28 @@ class ProgramCache:
         If compiling raises, nothing is kept.
         """
         key = _key(build, args, kwargs)
+        return self._once(key, lambda: self._made(key, lambda: build(*args, **kwargs)))
 
-        def make() -> T_co:
-            began_s = self._clock.now()
-            program = build(*args, **kwargs)
-            made = program.compile()
-            self._seconds[key] = self._clock.now() - began_s
-            if isinstance(program, Program):  # it is traced already, so counting is cheap
-                self._flops[key] = matrix_flops(program.traced.jaxpr.jaxpr)
-            return made
+    def compile_if(
+        self, wanted: Callable[[Program], bool], program: functools.partial[Program]
+    ) -> bool:
+        """Compile a program on this thread if `wanted` says so, once it is traced; returns what it says."""
+        made = program()
+        if not wanted(made):
+            return False
+        key = _key(program, (), {})
+        self._once(key, lambda: self._made(key, lambda: made))
+        return True
 
-        return self._once(key, make)
+    def _made(self, key: Hashable, build: Callable[[], Compilable[T_co]]) -> T_co:
+        """Return the executable of what `build` returns, and note what is known of it under `key`."""
+        began_s = self._clock.now()
+        program = build()
+        made = program.compile()
+        self._seconds[key] = self._clock.now() - began_s
+        if isinstance(program, Program):  # it is traced already, so counting is cheap
+            self._flops[key] = matrix_flops(program.traced.jaxpr.jaxpr)
+        return made
 
     def peek(
         self, build: Callable[P, Compilable[T_co]], *args: P.args, **kwargs: P.kwargs

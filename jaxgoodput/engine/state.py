@@ -150,9 +150,14 @@ class TrainState:
         """Trained variables, in the form that `init` may return."""
         return Variables(params=self.params, model_state=self.model_state)
 
+    @property
+    def is_donated(self) -> bool:
+        """Whether a step, an update or a move has taken its memory over."""
+        return self.step.is_deleted()
+
     def require_alive(self) -> None:
         """Raise ValueError if the state was donated."""
-        if self.step.is_deleted():
+        if self.is_donated:
             raise ValueError(
                 "this state was donated already, to a step, an update or a move. Continue with the state "
                 "that it returned."

@@ -458,11 +458,13 @@ class CompilationStarter:
         if is_trial or ticket.config != self._latest:
             self._latest, self._num_steps = ticket.config, 0
         self._num_steps += not is_trial
-        is_short = not table.step_s(1, ticket.config) >= SHORT_S
-        if self._num_steps >= (SHORT_STEPS if is_short else TRIAL_STEPS):
-            self._strategies.adopt(
-                ticket.config
-            )  # at each step: it may be in use again after a trial
+        if self._is_adopted(ticket.config, table):  # again and again: it may come back from a trial
+            self._strategies.adopt(ticket.config)
+
+    def _is_adopted(self, config: BatchConfig, table: TimingTable) -> bool:
+        if not TRIAL_STEPS <= self._num_steps < SHORT_STEPS:
+            return self._num_steps >= SHORT_STEPS
+        return table.step_s(1, config) >= SHORT_S
 
     def consider(
         self,
@@ -483,7 +485,9 @@ class CompilationStarter:
                 return
         sizes, settled = strategies.sizes(strategy), strategies.settled(strategy)
         alone = strategies.compiles_one_by_one
-        num_plain = 1 if alone else WHOLE * max(len(sizes) - len(settled), 1)
+        num_plain = strategies.compiler(strategy).num_plain
+        if not alone:
+            num_plain = WHOLE * max(len(sizes) - len(settled), 1)
         found = self._explorer.next(
             situation, sizes, settled, table, now_s=now_s, num_plain=num_plain
         )

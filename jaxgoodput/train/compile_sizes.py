@@ -12,6 +12,7 @@ compiled once its size is adopted. Once all sizes are wanted, theirs are compile
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from absl import logging
 
@@ -101,6 +102,7 @@ class SizeCompiler:
         self._known: dict[int, StepBytes] = {}
         self._smallest_refused: int | None = None
         self._urgent: tuple[Callable[[], Program], ...] = ()  # compiled before anything else
+        self._along: Callable[[int], Sequence[partial[Program]]] = lambda size: ()
         self._is_closed = False
         self._error: BaseException | None = None
         self._worker: Worker | None = None
@@ -273,6 +275,22 @@ class SizeCompiler:
                 self._run_worker()
                 self._changed.notify_all()
 
+    def compile_along(self, programs_of: Callable[[int], Sequence[partial[Program]]]) -> None:
+        """Compile what `programs_of` returns for a size, too, before any further size becomes ready."""
+        with self._changed:
+            self._along = programs_of
+
+    @property
+    def num_plain(self) -> float:
+        """How many times as long as a plain step everything takes that is compiled for one more size."""
+        with self._changed:
+            size, along = self._current, self._along
+        plain_s = 0.0 if size is None else self._engine.compile_s(size)
+        if size is None or not plain_s > 0:
+            return 1.0
+        more_s = (self._engine.compiled.seconds(program) or 0.0 for program in along(size))
+        return 1.0 + sum(more_s) / plain_s
+
     def compile_all(self) -> None:
         """Compile all queued sizes on the caller's thread."""
         with self._changed:
@@ -419,6 +437,8 @@ class SizeCompiler:
         # A rehearsal holds a second copy of everything.
         if need.peak * 2 <= self._budget:
             engine.rehearse(size, accumulate=accumulate)
+        if not self._compile(self._along(size)):
+            return
         if math.isinf(self._num_allowed) and size not in self._measurable:
             self._prepare_measuring(size)
         with self._changed:

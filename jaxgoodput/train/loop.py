@@ -271,6 +271,7 @@ class Loop:
                         break
                     with jax.profiler.StepTraceAnnotation("train", step_num=self.now.step + 1):
                         self._dispatch(batch)
+                    del batch  # the watcher lets go of it
             for result in self._in_flight.rest():
                 self.now.look_at(result)
             if not has_data and not self._ending.is_early:
@@ -381,7 +382,7 @@ class Loop:
         dispatched_s = self.clock.now()
         measured = self._is_measured(batch)
         done = self.kind.dispatch(now, batch, measured=measured)
-        now.state = done.state
+        used, now.state = now.state, done.state
         now.step += batch.count
         now.samples += batch.num_samples
         now.cursor, now.stream = batch.after, self.start.loader.stream
@@ -392,6 +393,7 @@ class Loop:
         # A step that waits for its batch takes as long as reading it does.
         began_s = dispatched_s - batch.wait_s
         self._in_flight.add(batch, done, measured=measured, began_s=began_s, **about)
+        self.watcher.let_go(batch, used if used.is_donated else None)
         self._saver.certifier.stepped(batch.count)
 
     def _is_measured(self, batch: StepBatch) -> bool:

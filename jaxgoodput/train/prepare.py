@@ -52,6 +52,7 @@ from jaxgoodput.train.start.checks import (
 )
 from jaxgoodput.train.start.compiler_threads import make_compiler_yield
 from jaxgoodput.train.start.earlier import begin_as_earlier, memory_of
+from jaxgoodput.train.start.early_block import EarlyBlock
 from jaxgoodput.train.start.plans import RunSetup, budget_of, set_up
 from jaxgoodput.train.start.problem import TaskInputs, evaluator_of
 from jaxgoodput.train.start.restoring import (
@@ -161,6 +162,10 @@ def prepare(
         Opener.connected(inputs.tables.plans, inputs.config.workdir, setup.where, inputs.clock)
     )
     restorer = Restorer(setup, checkpoints, opener, data, ledger)
+    is_new = kept is None and checkpoints.newest() is None
+    early = EarlyBlock(setup) if is_new else None
+    if early is not None:
+        stack.callback(early.close)
     restored = restorer.restore(kept)
     tables = restorer.tables or {}
     for table in tables.values():
@@ -178,6 +183,8 @@ def prepare(
     evaluator = _evaluation(setup, beginning, tables, ledger)
     values = _value_checks(beginning, ledger)
     strategies, compile_s = _compile_first(setup, beginning, evaluator, values, stack, ledger)
+    if early is not None:
+        early.hand_over(strategies.compiler(beginning.batch.strategy))
     loader = _open_data(setup, beginning, data, stack)
     feed = inputs.tables.feed(opener, tables, loader, inputs.config)
     stack.callback(feed.close)

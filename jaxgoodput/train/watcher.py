@@ -8,6 +8,8 @@ one in flight.
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -84,6 +86,14 @@ class Watcher:
         """Have the thread wait for these steps, dispatched together, after earlier ones. Returns at once."""
         self._worker.put(tickets)
 
+    def let_go(self, *used: Any) -> None:
+        """Drop what the steps submitted so far have used, once they are done; the caller drops it now.
+
+        Whoever drops the last reference to an array on a device gives up Python's lock for a moment. The loop
+        would have to wait for other threads at each array.
+        """
+        self._worker.call_when_done(partial(_drop, used))
+
     def result(self, step: int, *, keep: bool = False) -> StepResult:
         """Wait for the result of `step`, and return it once, or more often with `keep`.
 
@@ -143,3 +153,7 @@ class Watcher:
             StepResult(ticket=one, metrics=metrics, control=control, parts=parts, ready_s=ready_s)
             for one, (metrics, control) in zip(tickets, read, strict=True)
         ]
+
+
+def _drop(_: Any) -> None:
+    """Do nothing: the last reference goes with the call."""

@@ -7,12 +7,15 @@ from collections import defaultdict, deque
 
 from jaxgoodput.goodput.search import BatchConfig
 
-# Longer steps are hardly delayed by their dispatch, even on a CPU, where the loop's threads take processors
-# from a step.
+# Longer steps are hardly delayed by their dispatch. On a CPU the loop's threads take processors from a step,
+# and dispatched one by one, steps of 0.6 ms took 2 to 4 ms on an H100 beside a compilation.
 SHORT_S = 1e-2
 MOST_SAVED = 0.8  # share of a step alone that blocks are believed to save at another size
 KEEP = 48  # latest steps that a median is taken over
 ENOUGH = 16  # steps of both kinds make a comparison
+# How much longer steps in blocks must take to be called slower, if both were timed beside compilations, which
+# slow down some steps more than others.
+MARGIN = 0.5
 
 
 class BlockTimes:
@@ -22,13 +25,22 @@ class BlockTimes:
         self.saved_s = 0.0
         """Seconds that a step in a block takes less than one alone, as last compared; 0 if unknown."""
         self._lock = threading.Lock()
+        self._row: tuple[BatchConfig | None, int] = (None, 0)  # latest steps alone, of one batch
         self._seconds: defaultdict[tuple[BatchConfig, bool, bool], deque[float]]
         self._seconds = defaultdict(lambda: deque(maxlen=KEEP))
 
     def add(self, config: BatchConfig, step_s: float, *, in_block: bool, busy: bool) -> None:
-        """Record a step; `busy` says that a compilation competed for the processors."""
+        """Record a step; `busy` says that a compilation competed for the processors.
+
+        One alone counts if many before it were, too. Behind a block it takes less time: it was read with
+        others, and dispatched while the block ran.
+        """
         with self._lock:
-            self._seconds[config, in_block, busy].append(step_s)
+            before, count = self._row
+            count = 0 if in_block else count + 1 if config == before else 1
+            self._row = config, count
+            if in_block or count > ENOUGH:
+                self._seconds[config, in_block, busy].append(step_s)
 
     def knows_alone(self, config: BatchConfig, *, busy: bool) -> bool:
         """Return whether enough steps alone are known to compare blocks with, beside a compilation or not."""
@@ -38,16 +50,17 @@ class BlockTimes:
     def compare(self, config: BatchConfig) -> float:
         """Return the seconds that a step saves in a block, negative if blocks are slower; NaN if unknown.
 
-        Steps beside a compilation are compared with one another, if there are too few others. Remembers the
-        result as `saved_s`.
+        Steps beside a compilation are compared with one another, if there are too few others; the result is
+        then 0 if blocks only seem a little slower. Remembers the result as `saved_s`.
         """
         with self._lock:
             for busy in (False, True):
                 alone, block = (self._seconds[config, x, busy] for x in (False, True))
                 if min(len(alone), len(block)) >= ENOUGH:
-                    saved_s = statistics.median(alone) - statistics.median(block)
-                    self.saved_s = max(saved_s, 0.0)
-                    return saved_s
+                    alone_s, block_s = statistics.median(alone), statistics.median(block)
+                    self.saved_s = max(alone_s - block_s, 0.0)
+                    is_unsure = busy and alone_s < block_s <= (1 + MARGIN) * alone_s
+                    return 0.0 if is_unsure else alone_s - block_s
         return math.nan
 
     def forget(self, config: BatchConfig) -> None:

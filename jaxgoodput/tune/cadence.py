@@ -3,6 +3,7 @@
 import math
 
 from jaxgoodput.optim.noise import MIN_SAMPLES
+from jaxgoodput.tune.block_times import SHORT_S
 from jaxgoodput.tune.timings import MIN_COUNT, TimingKey, TimingTable
 
 # Used when the noise is first known, until steps with and without a measurement have been timed and can be
@@ -76,6 +77,8 @@ class NoiseCadence:
             table.median_s(plain), table.median_s(measured), overhead=self._overhead
         )
         # If every step measured, no plain step would be timed again, and a wrong first comparison would
-        # never be corrected.
-        cadence = max(cadence, 2)
+        # never be corrected. Between short steps that measure there must be room for a block of others: it
+        # saves more than a measurement costs.
+        is_short = table.median_s(plain) < SHORT_S
+        cadence = max(cadence, FIRST_CADENCE if is_short else 2)
         return min(FIRST_CADENCE, cadence) if newest_samples < MIN_SAMPLES else cadence

@@ -87,7 +87,8 @@ class Explorer:
         self._compile_s = compile_s
         self._delay, self._least_delay = delay, least_delay
         self._began_s = began_s
-        self._charged_s = 0.0  # for compiling and trying the size that is being compiled
+        self._num_plain = 1.0  # how often that is charged for the size that is being compiled
+        self._charged_s = 0.0  # for compiling and trying that size
         self._trial_s = 0.0  # of that, for trying it
 
     def next(
@@ -98,7 +99,7 @@ class Explorer:
         table: TimingTable,
         *,
         now_s: float,
-        num_plain: int = 1,
+        num_plain: float = 1.0,
     ) -> NextSize | None:
         """Return the size to compile now, if any, and charge its price. See `next_size`.
 
@@ -126,11 +127,15 @@ class Explorer:
         # Steps beside a compilation take longer than the ones that are left.
         total_s = math.nan if situation.disturbed else passed_s + left_s
         self.account.spend(price_s, total_s=total_s)
-        self.compiling, self._charged_s, self._trial_s = found.size, price_s, trial_s
+        self.compiling, self._num_plain = found.size, num_plain
+        self._charged_s, self._trial_s = price_s, trial_s
         return found
 
     def compiled(self, took_s: float, table: TimingTable) -> None:
-        """Note that the size chosen last is compiled, in `took_s` seconds, or 0 if it was refused untried."""
+        """Note that the size chosen last is compiled, or was refused untried.
+
+        `took_s` is how long its plain step took; 0 if it was refused.
+        """
         self.compiling, real_s = None, 0.0
         if took_s > 0:
             # Beside training it takes longer, and a smaller share of that delays training.
@@ -138,7 +143,7 @@ class Explorer:
             longer = table.disturbance()
             if not math.isnan(longer):
                 self._delay = max(1 - 1 / (1 + max(longer, 0.0)), self._least_delay)
-            real_s = took_s * self._delay + self._trial_s
+            real_s = self._num_plain * took_s * self._delay + self._trial_s
         self.account.spend(real_s - self._charged_s)
 
 

@@ -203,11 +203,12 @@ def test_blocks_pause_if_they_are_slower_and_ever_longer(slow, step):
         start=types.SimpleNamespace(now=now),
         _pause=Counter(),
         _slower={},
+        _compile_along=lambda batch: None,
     )
     for i, is_slow in enumerate(slow):
-        for _ in range(KEEP):
-            times.add(BATCH, 1e-3, in_block=False, busy=False)
-            times.add(BATCH, 2e-3 if is_slow else 5e-4, in_block=True, busy=False)
+        for in_block, step_s in ((False, 1e-3), (True, 2e-3 if is_slow else 5e-4)):
+            for _ in range(2 * KEEP):
+                times.add(BATCH, step_s, in_block=in_block, busy=False)
         now.step = step + i
         COMPARE(judged, BATCH)
         pause = blocks.FIRST_PAUSE * 10 ** (sum(slow[: i + 1]) - 1)

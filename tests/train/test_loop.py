@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import threading
 import time
+import weakref
 from typing import Any
 
 import jax
@@ -236,6 +237,24 @@ def switching(tmp_path, sizes, **settings):
 
 
 @pytest.mark.slow
+def test_the_watcher_lets_go_of_what_steps_have_used(tmp_path):
+    """The loop would wait for Python's lock at each array. Nothing is kept when the run is over."""
+    dropped = []
+
+    class Noting(Loop):
+        def _dispatch(self, batch):
+            for leaf in jax.tree.leaves([x.data for x in batch.micro_batches]):
+                weakref.finalize(leaf, lambda: dropped.append(threading.current_thread().name))
+            super()._dispatch(batch)
+
+        def _on_result(self, result):
+            time.sleep(0.01)  # or the watcher could be done before the loop has let go
+            super()._on_result(result)
+
+    Mean(config(tmp_path), loop=Noting).fit()
+    assert dropped == ["jaxgoodput-watcher"] * 12
+
+
 def test_nothing_compiles_on_the_loops_thread_while_sizes_switch(tmp_path):
     seen, found = switching(tmp_path, [4, 8, 2, 8, 4, 2], execution__background_compile=True)
     used = [s.config.micro_batch_size for s in seen.of(StepEnd)]

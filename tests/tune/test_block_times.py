@@ -9,12 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxgoodput.goodput.search import BatchConfig
-from jaxgoodput.tune.block_times import ENOUGH, KEEP, MOST_SAVED, SHORT_S, BlockTimes
+from jaxgoodput.tune.block_times import ENOUGH, KEEP, MARGIN, MOST_SAVED, SHORT_S, BlockTimes
 
 BATCH = BatchConfig(num_replicas=1, micro_batch_size=16, num_micro_batches=1)
 OTHER = dataclasses.replace(BATCH, micro_batch_size=64)
 SECONDS = st.floats(1e-5, 1e-1)
-STEPS = st.lists(st.tuples(SECONDS, st.booleans(), st.booleans()), max_size=250)
+RUNS = st.lists(  # in blocks, beside a compilation, seconds
+    st.tuples(st.booleans(), st.booleans(), st.lists(SECONDS, min_size=1, max_size=60)), max_size=8
+)
+ALONE = [(1e-3, False, False)] * 2 * ENOUGH  # the first of them do not count
 
 
 def filled(steps):
@@ -24,29 +27,43 @@ def filled(steps):
     return times
 
 
-@given(STEPS)
-def test_steps_are_compared_with_those_that_were_as_disturbed(steps):
-    kinds = {
-        (x, busy): [s for s, in_block, b in steps if (in_block, b) == (x, busy)][-KEEP:]
-        for x in (False, True)
-        for busy in (False, True)
-    }
+@given(RUNS)
+def test_steps_are_compared_with_those_that_were_as_disturbed(runs):
+    """And with those alone that follow many of their kind: the first ones behind a block do not count."""
+    steps = [(s, x, busy) for x, busy, seconds in runs for s in seconds]
+    kinds = {(x, busy): [] for x in (False, True) for busy in (False, True)}
+    row = 0
+    for step_s, in_block, busy in steps:
+        row = 0 if in_block else row + 1
+        if in_block or row > ENOUGH:
+            kinds[in_block, busy].append(step_s)
+    kinds = {kind: seconds[-KEEP:] for kind, seconds in kinds.items()}
     known = [b for b in (False, True) if min(len(kinds[x, b]) for x in (False, True)) >= ENOUGH]
     times = filled(steps)
     found = times.compare(BATCH)
+    for busy in (False, True):
+        assert times.knows_alone(BATCH, busy=busy) == (len(kinds[False, busy]) >= ENOUGH)
     if not known:
         assert math.isnan(found) and times.saved_s == 0.0
         return
     alone, block = (statistics.median(kinds[x, known[0]]) for x in (False, True))
-    assert found == alone - block
+    is_unsure = known[0] and alone < block <= (1 + MARGIN) * alone
+    assert found == (0.0 if is_unsure else alone - block)
     assert times.saved_s == max(found, 0.0)
+
+
+def test_steps_alone_of_another_batch_begin_a_row_of_their_own():
+    times = BlockTimes()
+    for batch in [BATCH, OTHER] * 50:
+        times.add(batch, 1e-3, in_block=False, busy=False)
+    assert not times.knows_alone(BATCH, busy=False)
 
 
 @given(step_s=SECONDS, alone_s=SECONDS, block_s=SECONDS, replicas=st.sampled_from([1, 2]))
 def test_what_blocks_save_is_taken_off_the_times_of_batches_that_may_have_some(
     step_s, alone_s, block_s, replicas
 ):
-    times = filled([(alone_s, False, False)] * ENOUGH + [(block_s, True, False)] * ENOUGH)
+    times = filled([(alone_s, False, False)] * 2 * ENOUGH + [(block_s, True, False)] * ENOUGH)
     saved_s = max(times.compare(BATCH), 0.0)
     found = times.corrected(dataclasses.replace(OTHER, num_replicas=replicas), step_s)
     if replicas == 1 and step_s < SHORT_S:
@@ -57,7 +74,7 @@ def test_what_blocks_save_is_taken_off_the_times_of_batches_that_may_have_some(
 
 
 def test_what_is_forgotten_is_compared_afresh():
-    times = filled([(1e-3, False, False)] * KEEP + [(2e-3, True, False)] * KEEP)
+    times = filled(ALONE + [(2e-3, True, False)] * KEEP)
     assert times.compare(BATCH) == -1e-3
     times.forget(BATCH)
     assert math.isnan(times.compare(BATCH))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jaxgoodput.goodput.efficiency import GradGroups, GradParams
 from jaxgoodput.goodput.perf import Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
+from jaxgoodput.tune.block_times import SHORT_S
 from jaxgoodput.tune.cadence import FIRST_CADENCE, NoiseCadence
 from jaxgoodput.tune.payoff import RunLength
 from jaxgoodput.tune.remembered import BEGINNING, BatchHistory, ProgramMemory
@@ -153,6 +154,7 @@ def test_the_cadence_waits_for_noise_and_times_and_then_keeps_its_share(plain, e
     timed(timings, at(32), plain * (1 + extra), measured=True)
     every = wanted()
     assert every >= 2, "or no plain step would be timed again"
+    assert every >= FIRST_CADENCE or plain >= SHORT_S, "a block fits in between"
     assert extra / every <= 0.02001 or every == 256 or newest < 8
     assert every <= FIRST_CADENCE or newest >= 8, "after a change it is measured soon"
     assert NoiseCadence(5, 0.02).wanted(table, key, key, is_known=False, newest_samples=0.0) == 5

@@ -1,9 +1,9 @@
 """`Blocks`: has several steps dispatched at once if they are short.
 
 A block is read, put on the device, dispatched and waited for as one; each of its steps has its own result. A
-step that measures the noise, or at which something is due, is dispatched alone, and so is every step of a
-size on trial, which has no block yet. What blocks have saved at another size is therefore taken off its
-times, or it would seem slower than it will be. If the steps of blocks turn out to take longer than steps
+step that measures the noise, or at which something is due, is dispatched alone, and so are the first steps of
+a size on trial. What blocks have saved at another size is therefore taken off its times, or it would seem
+slower than it will be. If the steps of blocks turn out to take longer than steps
 alone, as convolutions in a loop may on a CPU, blocks pause, ten times as long each time. To be compared, some
 steps are dispatched alone first, beside a compilation and without one.
 
@@ -14,7 +14,7 @@ blocks begin depends on measured times. A run that nothing measured may change h
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,13 +25,12 @@ from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.train.analyst import Analyst
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.prepare import PreparedRun
+from jaxgoodput.train.start.early_block import COUNT, block_programs
 from jaxgoodput.tune.block_times import SHORT_S
 
-COUNT = 8  # steps of a block
 # What a step in a block saves, about: its dispatch and, on a CPU, a fifth of the step, because the loop's
 # threads take processors from it.
 SAVED_S, SAVED_ON_CPU = 4e-4, 0.2
-HIDDEN_S = 3e-3  # a step that takes longer on an accelerator hides its dispatch
 LOOK_EVERY = 16  # steps
 SETTLED = 16  # steps after which a batch is not only tried
 FIRST_PAUSE = 512  # steps, more than a median is taken over; ten times as many each time
@@ -97,22 +96,34 @@ class Blocks:
 
     def _programs(self, batch: BatchConfig) -> tuple[partial[Program], partial[Program]]:
         """Return the programs that take a block's rows apart, and that run its steps."""
-        engine = self.start.now.engine
-        shape = engine.shape(batch.micro_batch_size)
-        return (
-            partial(engine.programs.cut, shape, count=COUNT),
-            partial(engine.programs.steps, shape, count=COUNT),
-        )
+        cut, steps = block_programs(self.start.now.engine, batch.micro_batch_size, COUNT)
+        return cut, steps
 
     def _compare(self, batch: BatchConfig) -> None:
         """Find out what blocks save; if they take longer, none are dispatched for a while.
 
         Something else may have held up the machine meanwhile, so they are tried again, ever more rarely.
         """
-        if self.analyst.blocks.compare(batch) < 0:
+        saved_s = self.analyst.blocks.compare(batch)
+        if saved_s > 0:
+            self._compile_along(batch)
+        if saved_s < 0:
             self._pause[batch] = self._pause[batch] * 10 or FIRST_PAUSE
             self._slower[batch] = self.start.now.step + self._pause[batch]
             self.analyst.blocks.forget(batch)
+
+    def _compile_along(self, batch: BatchConfig) -> None:
+        """Have the blocks of other sizes compiled before these are tried, if their steps will be as short.
+
+        Otherwise each larger batch would begin with slow steps, beside the compilation of its blocks.
+        """
+        engine, most = self.start.now.engine, SHORT_S / self.analyst.step_s(batch)
+
+        def programs_of(size: int) -> Sequence[partial[Program]]:
+            is_short = size <= most * batch.micro_batch_size  # if they grow in proportion
+            return block_programs(engine, size, COUNT) if is_short else ()
+
+        self.start.strategies.compiler(batch.strategy).compile_along(programs_of)
 
     def _are_possible(self, batch: BatchConfig) -> bool:
         start = self.start
@@ -131,10 +142,10 @@ class Blocks:
 
     def _pay(self, batch: BatchConfig) -> bool:
         """Whether a program of blocks would save more time than compiling it takes."""
-        step_s, short_s, saved_s = self.analyst.step_s(batch), HIDDEN_S, SAVED_S
+        step_s, saved_s = self.analyst.step_s(batch), SAVED_S
         if self.start.now.engine.layout.mesh.devices.flat[0].platform == "cpu":
-            short_s, saved_s = SHORT_S, max(saved_s, SAVED_ON_CPU * step_s)
-        return step_s < short_s and self._left() * saved_s > self.start.compile_s
+            saved_s = max(saved_s, SAVED_ON_CPU * step_s)
+        return step_s < SHORT_S and self._left() * saved_s > self.start.compile_s
 
     def _left(self) -> float:
         """Return how many steps at this batch the data and the settings leave, at most."""
