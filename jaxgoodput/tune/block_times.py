@@ -1,9 +1,9 @@
 """What blocks save: the times of steps that were dispatched together, beside those of steps alone."""
 
 import math
-import statistics
 import threading
 from collections import defaultdict, deque
+from collections.abc import Collection
 
 from jaxgoodput.goodput.search import BatchConfig
 
@@ -11,11 +11,11 @@ from jaxgoodput.goodput.search import BatchConfig
 # and dispatched one by one, steps of 0.6 ms took 2 to 4 ms on an H100 beside a compilation.
 SHORT_S = 1e-2
 MOST_SAVED = 0.8  # share of a step alone that blocks are believed to save at another size
-KEEP = 48  # latest steps that a median is taken over
-ENOUGH = 16  # steps of both kinds make a comparison
-# How much longer steps in blocks must take to be called slower, if both were timed beside compilations, which
-# slow down some steps more than others.
-MARGIN = 0.5
+KEEP = 96  # latest steps that are compared
+ENOUGH, ENOUGH_IN_BLOCKS = 16, 48  # steps of each kind make a comparison
+# How much longer steps in blocks must take to be called slower; the second if both kinds were timed beside
+# compilations, which slow down some more than others. In a loop, convolutions take at least twice as long.
+MARGIN, MARGIN_BUSY = 0.1, 0.5
 
 
 class BlockTimes:
@@ -50,24 +50,26 @@ class BlockTimes:
     def compare(self, config: BatchConfig) -> float:
         """Return the seconds that a step saves in a block, negative if blocks are slower; NaN if unknown.
 
-        Steps beside a compilation are compared with one another, if there are too few others; the result is
-        then 0 if blocks only seem a little slower. Remembers the result as `saved_s`.
+        Lower quartiles are compared, because what disturbs a step only adds to its time; of steps beside a
+        compilation if there are too few others. If blocks only seem a little slower, the result is 0.
+        Remembers the result as `saved_s`.
         """
         with self._lock:
-            for busy in (False, True):
+            for busy, margin in ((False, MARGIN), (True, MARGIN_BUSY)):
                 alone, block = (self._seconds[config, x, busy] for x in (False, True))
-                if min(len(alone), len(block)) >= ENOUGH:
-                    alone_s, block_s = statistics.median(alone), statistics.median(block)
+                if len(alone) >= ENOUGH and len(block) >= ENOUGH_IN_BLOCKS:
+                    alone_s, block_s = _lower_quartile(alone), _lower_quartile(block)
                     self.saved_s = max(alone_s - block_s, 0.0)
-                    is_unsure = busy and alone_s < block_s <= (1 + MARGIN) * alone_s
+                    is_unsure = alone_s < block_s <= (1 + margin) * alone_s
                     return 0.0 if is_unsure else alone_s - block_s
         return math.nan
 
     def forget(self, config: BatchConfig) -> None:
-        """Forget the steps in blocks of a batch, so that they are compared afresh."""
+        """Forget the steps of a batch, so that both kinds are timed afresh, one soon after the other."""
         with self._lock:
-            for busy in (False, True):
-                self._seconds[config, True, busy].clear()
+            for in_block in (False, True):
+                for busy in (False, True):
+                    self._seconds[config, in_block, busy].clear()
 
     def corrected(self, config: BatchConfig, step_s: float) -> float:
         """Return the seconds of a step alone, less what blocks may save if its batch has none yet."""
@@ -77,3 +79,7 @@ class BlockTimes:
         if has_own or not is_single or step_s >= SHORT_S:
             return step_s
         return step_s - min(self.saved_s, MOST_SAVED * step_s)
+
+
+def _lower_quartile(seconds: Collection[float]) -> float:
+    return sorted(seconds)[len(seconds) // 4]

@@ -2,14 +2,23 @@
 
 import dataclasses
 import math
-import statistics
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxgoodput.goodput.search import BatchConfig
-from jaxgoodput.tune.block_times import ENOUGH, KEEP, MARGIN, MOST_SAVED, SHORT_S, BlockTimes
+from jaxgoodput.tune.block_times import (
+    ENOUGH,
+    ENOUGH_IN_BLOCKS,
+    KEEP,
+    MARGIN,
+    MARGIN_BUSY,
+    MOST_SAVED,
+    SHORT_S,
+    BlockTimes,
+)
 
 BATCH = BatchConfig(num_replicas=1, micro_batch_size=16, num_micro_batches=1)
 OTHER = dataclasses.replace(BATCH, micro_batch_size=64)
@@ -38,7 +47,8 @@ def test_steps_are_compared_with_those_that_were_as_disturbed(runs):
         if in_block or row > ENOUGH:
             kinds[in_block, busy].append(step_s)
     kinds = {kind: seconds[-KEEP:] for kind, seconds in kinds.items()}
-    known = [b for b in (False, True) if min(len(kinds[x, b]) for x in (False, True)) >= ENOUGH]
+    least = {False: ENOUGH, True: ENOUGH_IN_BLOCKS}
+    known = [b for b in (False, True) if all(len(kinds[x, b]) >= least[x] for x in least)]
     times = filled(steps)
     found = times.compare(BATCH)
     for busy in (False, True):
@@ -46,8 +56,9 @@ def test_steps_are_compared_with_those_that_were_as_disturbed(runs):
     if not known:
         assert math.isnan(found) and times.saved_s == 0.0
         return
-    alone, block = (statistics.median(kinds[x, known[0]]) for x in (False, True))
-    is_unsure = known[0] and alone < block <= (1 + MARGIN) * alone
+    alone, block = (np.quantile(kinds[x, known[0]], 0.25, method="higher") for x in least)
+    margin = MARGIN_BUSY if known[0] else MARGIN
+    is_unsure = alone < block <= (1 + margin) * alone
     assert found == (0.0 if is_unsure else alone - block)
     assert times.saved_s == max(found, 0.0)
 
@@ -63,7 +74,9 @@ def test_steps_alone_of_another_batch_begin_a_row_of_their_own():
 def test_what_blocks_save_is_taken_off_the_times_of_batches_that_may_have_some(
     step_s, alone_s, block_s, replicas
 ):
-    times = filled([(alone_s, False, False)] * 2 * ENOUGH + [(block_s, True, False)] * ENOUGH)
+    times = filled(
+        [(alone_s, False, False)] * 2 * ENOUGH + [(block_s, True, False)] * ENOUGH_IN_BLOCKS
+    )
     saved_s = max(times.compare(BATCH), 0.0)
     found = times.corrected(dataclasses.replace(OTHER, num_replicas=replicas), step_s)
     if replicas == 1 and step_s < SHORT_S:
@@ -78,6 +91,6 @@ def test_what_is_forgotten_is_compared_afresh():
     assert times.compare(BATCH) == -1e-3
     times.forget(BATCH)
     assert math.isnan(times.compare(BATCH))
-    for _ in range(ENOUGH):
-        times.add(BATCH, 5e-4, in_block=True, busy=False)
+    for step_s, in_block, busy in [(5e-4, True, False)] * ENOUGH_IN_BLOCKS + ALONE:
+        times.add(BATCH, step_s, in_block=in_block, busy=busy)
     assert times.compare(BATCH) == times.saved_s == 5e-4

@@ -33,7 +33,7 @@ from jaxgoodput.tune.block_times import SHORT_S
 SAVED_S, SAVED_ON_CPU = 4e-4, 0.2
 LOOK_EVERY = 16  # steps
 SETTLED = 16  # steps after which a batch is not only tried
-FIRST_PAUSE = 512  # steps, more than a median is taken over; ten times as many each time
+FIRST_PAUSE = 512  # steps, more than are compared; ten times as many each time
 
 
 @dataclass
@@ -46,6 +46,8 @@ class Blocks:
     _asked: set[BatchConfig] = field(default_factory=set)
     _slower: dict[BatchConfig, int] = field(default_factory=dict)
     """The step from which blocks are tried again, for batches whose steps took longer in them."""
+    _suspected: set[BatchConfig] = field(default_factory=set)
+    """Batches whose blocks took longer than steps alone when they were compared last."""
     _pause: Counter[BatchConfig] = field(default_factory=Counter)
     """Steps until then, the last time."""
     _since: tuple[BatchConfig | None, int] = (None, 0)
@@ -100,17 +102,22 @@ class Blocks:
         return cut, steps
 
     def _compare(self, batch: BatchConfig) -> None:
-        """Find out what blocks save; if they take longer, none are dispatched for a while.
+        """Find out what blocks save; if they take longer twice, none are dispatched for a while.
 
-        Something else may have held up the machine meanwhile, so they are tried again, ever more rarely.
+        Something else may have held up the machine while blocks were timed, and not while steps alone were.
+        So both are timed once more, soon after each other, and blocks are tried again, ever more rarely.
         """
         saved_s = self.analyst.blocks.compare(batch)
         if saved_s > 0:
             self._compile_along(batch)
-        if saved_s < 0:
-            self._pause[batch] = self._pause[batch] * 10 or FIRST_PAUSE
-            self._slower[batch] = self.start.now.step + self._pause[batch]
+        if saved_s >= 0:
+            self._suspected.discard(batch)
+        elif saved_s < 0:
             self.analyst.blocks.forget(batch)
+            if batch in self._suspected:
+                self._pause[batch] = self._pause[batch] * 10 or FIRST_PAUSE
+                self._slower[batch] = self.start.now.step + self._pause[batch]
+            self._suspected ^= {batch}
 
     def _compile_along(self, batch: BatchConfig) -> None:
         """Have the blocks of other sizes compiled before these are tried, if their steps will be as short.
