@@ -4,9 +4,13 @@ Source: adaptdl/goodput.py, `fit_perf_params`. Only the minimiser is ours. It st
 searches in logarithms, whereas AdaptDL starts once and stops at the first kink of its loss.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from jaxgoodput.goodput.regression import (
     BEYOND_TWO,
@@ -18,17 +22,40 @@ from jaxgoodput.goodput.regression import (
     WEIGHTS,
     RobustMinimum,
     Rows,
-    float64_on_cpu,
     least_squares,
     log_errors,
     starts,
-    with_jacobian,
 )
 
 FLOOR_S = (
     1e-8  # smallest value of any parameter, in seconds; stands for "assumed perfectly scalable"
 )
 SHARPEST = 1e-6  # RMS log error below which the kink of the loss is not followed further
+
+
+@contextlib.contextmanager
+def float64_on_cpu() -> Iterator[None]:
+    """Compute in float64 on a CPU device, for the calling thread only, regardless of its transfer guard.
+
+    The process's default precision is not touched, because another thread may be tracing float32 code.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.enable_x64(True))
+        stack.enter_context(jax.transfer_guard("allow"))
+        with contextlib.suppress(RuntimeError):  # without a CPU backend, use the default device
+            stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
+        yield
+
+
+def with_jacobian(function: Callable[..., Array]) -> Callable[..., Array]:
+    """Return a compiled function with the value and the Jacobian side by side, `[residuals, 1 + params]`."""
+
+    @jax.jit
+    def both(point, *rest):
+        value = function(point, *rest)
+        return jnp.concatenate([value[:, None], jax.jacfwd(function)(point, *rest)], 1)
+
+    return both
 
 
 def _values(point, held):
@@ -55,7 +82,7 @@ def _residuals(point, table, held, blunt):
     values = _values(point, held)
     # AdaptDL measures two times; a reduction or an update timed on its own is not in its loss.
     weights = table[:, WEIGHTS][:, :2]
-    errors = log_errors(values, table)[:, :2] * weights
+    errors = log_errors(values, table, jnp)[:, :2] * weights
     count = jnp.maximum(jnp.sum(weights**2, 0), 1e-12)
     means = errors / jnp.sqrt(2.0 * blunt * count)[None, :]
     penalties = jnp.stack(

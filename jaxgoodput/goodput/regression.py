@@ -5,23 +5,19 @@ sizes by the geometric mean of the micro-batch sizes, so that one prior suits mi
 Parameters are searched as an unbounded vector `[params]` (logarithms; a sigmoid for the overlap), in the
 order of `NAMES`. No bound is ever active, and a parameter can approach zero smoothly.
 
-Rows are padded to a few lengths, because a compiled function is tied to its shapes; padding has weight zero.
-All of it runs in float64, in a context that affects only the calling thread (`float64_on_cpu`).
+All of it is NumPy in float64: a fit takes milliseconds, and compiling these functions took a second of the
+run's first ones. Rows are padded to a few lengths for `published.py`, which is compiled; padding has weight
+zero.
 """
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
-from scipy import optimize
+from jaxtyping import Float
+from scipy import optimize, special
 
-from jaxgoodput._seldom import options_if_seldom
 from jaxgoodput.goodput.perf import PerfParams
 
 NAMES = (
@@ -46,6 +42,8 @@ PRIOR_CENTRE = np.array(
 )
 PRIOR_WIDTH = np.array([2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0])
 
+CLIP = -25.0, 12.0  # of search coordinates
+
 # Columns of the packed rows.
 MULTI, MANY, BEYOND_TWO, SIZE = 0, 1, 2, 3
 LOG_TIMES = slice(4, 8)  # accumulate, step, reduce, update
@@ -55,20 +53,6 @@ NUM_COLUMNS = 12
 NOISE_FLOOR = 1e-3  # step times are never more precise than 0.1 %
 NOISE_CEILING = 0.3
 NORMAL_MEDIAN = 0.6745  # median of |x| for a standard normal x
-
-
-@contextlib.contextmanager
-def float64_on_cpu() -> Iterator[None]:
-    """Compute in float64 on a CPU device, for the calling thread only, regardless of its transfer guard.
-
-    The process's default precision is not touched, because another thread may be tracing float32 code.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.enable_x64(True))
-        stack.enter_context(jax.transfer_guard("allow"))
-        with contextlib.suppress(RuntimeError):  # without a CPU backend, use the default device
-            stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
-        yield
 
 
 @dataclass(frozen=True)
@@ -88,7 +72,7 @@ class Rows:
 
 
 def padded_size(num_rows: int) -> int:
-    """Return the next of 32, 128, 512, ..., so that few functions are compiled."""
+    """Return the next of 32, 128, 512, ..., so that few functions are compiled (`published.py`)."""
     size = 32
     while size < num_rows:
         size *= 4
@@ -124,68 +108,84 @@ def pack(
     return Rows(table, num_rows, unit_s, unit_size, bool(measured[:, 3].any() or alone.any()))
 
 
-def parameters(
-    point: Float[Array, " params"], has_update: Float[Array, ""]
-) -> Float[Array, " params"]:
+def parameters(point: np.ndarray, has_update: bool) -> Float[np.ndarray, " params"]:
     """Return the eight parameters of the time model, in normal units, at a point of the search space."""
     # The clip keeps the values of a wild trial step finite; the prior then pulls the search back.
-    values = jnp.exp(jnp.clip(point, -25.0, 12.0))
-    overlap = 1.0 + 9.0 * jax.nn.sigmoid(point[OVERLAP])
-    return values.at[OVERLAP].set(overlap).at[UPDATE].multiply(has_update)
+    values = np.exp(np.clip(point, *CLIP))
+    values[OVERLAP] = 1.0 + 9.0 * special.expit(point[OVERLAP])
+    values[UPDATE] *= has_update
+    return values
 
 
-_parameters = jax.jit(parameters)
+def _slopes(point: np.ndarray, values: np.ndarray) -> Float[np.ndarray, " params"]:
+    """Return the derivative of each parameter by its search coordinate."""
+    low, high = CLIP
+    slopes = np.where((point > low) & (point < high), values, 0.0)
+    share = special.expit(point[OVERLAP])
+    slopes[OVERLAP] = 9.0 * share * (1.0 - share)
+    return slopes
 
 
-def log_errors(
-    values: Float[Array, " params"], table: Float[Array, "rows columns"]
-) -> Float[Array, "rows 4"]:
-    """Return log(predicted / measured) of accumulate, step, reduce and update; meaningless at weight 0."""
+def log_errors(values: Any, table: Any, xp: Any = np) -> Any:
+    """Return log(predicted / measured) of accumulate, step, reduce and update, `[rows, 4]`.
+
+    They are meaningless at weight 0. `xp` is the module to compute with: NumPy, or `jax.numpy`.
+    """
     base, per_sample, inter, inter_more, intra, intra_more, overlap, update = values
     compute = base + per_sample * table[:, SIZE]
     beyond_two = table[:, BEYOND_TWO]
-    link = jnp.where(table[:, MANY] > 0, intra + intra_more * beyond_two, NO_SYNC)
-    sync = jnp.where(table[:, MULTI] > 0, inter + inter_more * beyond_two, link)
-    norm = jnp.logaddexp(overlap * jnp.log(compute), overlap * jnp.log(sync)) / overlap
-    step = jnp.exp(norm) + update
+    link = xp.where(table[:, MANY] > 0, intra + intra_more * beyond_two, NO_SYNC)
+    sync = xp.where(table[:, MULTI] > 0, inter + inter_more * beyond_two, link)
+    norm = xp.logaddexp(overlap * xp.log(compute), overlap * xp.log(sync)) / overlap
+    step = xp.exp(norm) + update
     # The optimizer's time may be pinned at zero, whose logarithm would make the gradient NaN.
-    update = jnp.broadcast_to(jnp.where(update > 0, update, 1.0), step.shape)
-    return jnp.log(jnp.stack([compute, step, sync, update], 1)) - table[:, LOG_TIMES]
+    update = xp.broadcast_to(xp.where(update > 0, update, 1.0), step.shape)
+    return xp.log(xp.stack([compute, step, sync, update], 1)) - table[:, LOG_TIMES]
 
 
-def _residuals(point, table, prior, settings):
-    """Return the residuals for least squares: robust weighted log errors, then distances from the prior."""
-    pull, knee, has_update = settings
-    errors = log_errors(parameters(point, has_update), table)
+def _errors(
+    point: np.ndarray, table: np.ndarray, has_update: bool
+) -> tuple[Float[np.ndarray, "rows 4"], Float[np.ndarray, "rows 4 params"]]:
+    """Return `log_errors` at a point, and their derivatives by its coordinates."""
+    values = parameters(point, has_update)
+    errors = log_errors(values, table)
+    compute, step, sync, _ = np.exp(errors + table[:, LOG_TIMES]).T
+    overlap, update = values[OVERLAP], values[UPDATE]
+    by = np.zeros((*errors.shape, len(NAMES)))  # by the parameters
+    is_multi, is_many = table[:, MULTI] > 0, table[:, MANY] > 0
+    beyond_two, size = table[:, BEYOND_TWO], table[:, SIZE]
+    by[:, 0, 0], by[:, 0, 1] = 1.0 / compute, size / compute
+    for column, chosen in ((2, is_multi), (4, is_many & ~is_multi)):
+        by[chosen, 2, column] = 1.0 / sync[chosen]
+        by[chosen, 2, column + 1] = beyond_two[chosen] / sync[chosen]
+    log_compute, log_sync = np.log(compute), np.log(sync)
+    norm = np.logaddexp(overlap * log_compute, overlap * log_sync) / overlap
+    of_compute = np.exp(overlap * (log_compute - norm))  # its part of the norm
+    of_sync = np.exp(overlap * (log_sync - norm))
+    by_norm = of_compute[:, None] * by[:, 0] + of_sync[:, None] * by[:, 2]
+    by_norm[:, OVERLAP] = (of_compute * log_compute + of_sync * log_sync - norm) / overlap
+    by[:, 1] = by_norm * (np.exp(norm) / step)[:, None]
+    by[:, 1, UPDATE] = 1.0 / step
+    by[:, 3, UPDATE] = 1.0 / update if update > 0 else 0.0
+    return errors, by * _slopes(point, values)
+
+
+def _residuals_and_jacobian(
+    point: np.ndarray, table: np.ndarray, has_update: bool, pull: float, knee: float
+) -> np.ndarray:
+    """Return the residuals for least squares, and their Jacobian, side by side: `[residuals, 1 + params]`.
+
+    They are robust weighted log errors, then distances from the prior.
+    """
+    errors, by = _errors(point, table, has_update)
     # The signed root of the pseudo-Huber loss. Its square is quadratic within `knee`, linear beyond, and
     # smooth everywhere, so an outlier cannot bend the fit.
-    robust = errors * jnp.sqrt(2.0 / (1.0 + jnp.sqrt(1.0 + (errors / knee) ** 2)))
-    return jnp.concatenate(
-        [(robust * table[:, WEIGHTS]).ravel(), pull * (point - prior[0]) / prior[1]]
-    )
-
-
-def with_jacobian(function: Callable[..., Array]) -> Callable[..., Array]:
-    """Return a compiled function with the value and the Jacobian side by side, `[residuals, 1 + params]`."""
-
-    def both(point, *rest):
-        value = function(point, *rest)
-        return jnp.concatenate([value[:, None], jax.jacfwd(function)(point, *rest)], 1)
-
-    @functools.cache  # asks the device for its options, so not before it is needed
-    def compiled():
-        return jax.jit(both, compiler_options=options_if_seldom())
-
-    return lambda *arguments: compiled()(*arguments)
-
-
-def _errors(point, table, has_update):
-    """Return the plain weighted log errors, `[4 * rows]`."""
-    return (log_errors(parameters(point, has_update), table) * table[:, WEIGHTS]).ravel()
-
-
-_residuals_and_jacobian = with_jacobian(_residuals)
-_errors_and_jacobian = with_jacobian(_errors)
+    bend = np.sqrt(1.0 + (errors / knee) ** 2)
+    factor = np.sqrt(2.0 / (1.0 + bend)) * table[:, WEIGHTS]
+    robust = np.concatenate([errors[..., None], by * (0.5 * (1.0 + 1.0 / bend))[..., None]], -1)
+    robust *= factor[..., None]
+    prior = np.column_stack([(point - PRIOR_CENTRE) / PRIOR_WIDTH, np.diag(1.0 / PRIOR_WIDTH)])
+    return np.concatenate([robust.reshape(-1, 1 + len(NAMES)), pull * prior])
 
 
 def search_point(perf: PerfParams, rows: Rows) -> np.ndarray:
@@ -263,38 +263,33 @@ def solve(rows: Rows, warm: np.ndarray | None = None) -> RobustMinimum:
 
     `warm` is an additional start in search coordinates.
     """
-    with float64_on_cpu():
-        table = jax.device_put(rows.table)
-        prior = jax.device_put(np.stack([PRIOR_CENTRE, PRIOR_WIDTH]))
-        has_update = float(rows.has_update)
+    table, has_update = rows.table, rows.has_update
 
-        def search(points: list[np.ndarray], noise: float, knee: float, tolerance: float, calls):
-            settings = jax.device_put(np.array([noise, knee, has_update]))
-            found = [
-                least_squares(
-                    lambda x: np.asarray(_residuals_and_jacobian(x, table, prior, settings)),
-                    point,
-                    tolerance=tolerance,
-                    calls=calls,
-                )
-                for point in points
-            ]
-            return [point for _, point in sorted(found, key=lambda pair: pair[0])]
+    def search(points: list[np.ndarray], noise: float, knee: float, tolerance: float, calls: int):
+        found = [
+            least_squares(
+                lambda x: _residuals_and_jacobian(x, table, has_update, noise, knee),
+                point,
+                tolerance=tolerance,
+                calls=calls,
+            )
+            for point in points
+        ]
+        return [point for _, point in sorted(found, key=lambda pair: pair[0])]
 
-        points = starts(rows)[:3] + ([] if warm is None else [warm])
-        found = search(points, 0.02, 0.1, 1e-3, 25)
-        noise, _ = _noise(found[0], rows, table)
-        # Clean data can separate minima that looked alike under the first, stronger prior.
-        again = found if noise < 0.01 else found[:1]
-        # For each parameter the prior counts as one measurement with that noise; the knee is at three times
-        # it.
-        point = search(again, noise, max(3.0 * noise, 0.02), 1e-5, 40)[0]
-        before, (noise, error) = noise, _noise(point, rows, table)
-        if noise < before / 2:  # an outlier had bent the first search and raised its noise
-            point = search([point], noise, max(3.0 * noise, 0.02), 1e-5, 40)[0]
-            noise, error = _noise(point, rows, table)
-        values = np.array(_parameters(point, has_update))
-        spread = _spread(point, values, noise, rows, table)
+    points = starts(rows)[:3] + ([] if warm is None else [warm])
+    found = search(points, 0.02, 0.1, 1e-3, 25)
+    noise, _ = _noise(found[0], rows)
+    # Clean data can separate minima that looked alike under the first, stronger prior.
+    again = found if noise < 0.01 else found[:1]
+    # For each parameter the prior counts as one measurement with that noise; the knee is at three times it.
+    point = search(again, noise, max(3.0 * noise, 0.02), 1e-5, 40)[0]
+    before, (noise, error) = noise, _noise(point, rows)
+    if noise < before / 2:  # an outlier had bent the first search and raised its noise
+        point = search([point], noise, max(3.0 * noise, 0.02), 1e-5, 40)[0]
+        noise, error = _noise(point, rows)
+    values = parameters(point, has_update)
+    spread = _spread(point, values, noise, rows)
     return RobustMinimum(point, values, noise, error, spread)
 
 
@@ -327,18 +322,17 @@ def least_squares(
 
 def rms_error(values: np.ndarray, rows: Rows) -> float:
     """Return the RMS log error of parameters in normal units, over all measurements."""
-    with float64_on_cpu():
-        errors = np.asarray(log_errors(jnp.asarray(values), jnp.asarray(rows.table)))
+    errors = log_errors(values, rows.table)
     weights = rows.table[:, WEIGHTS] ** 2
     return float(np.sqrt(np.sum(errors**2 * weights) / np.sum(weights)))
 
 
-def _noise(point: np.ndarray, rows: Rows, table) -> tuple[float, float]:
+def _noise(point: np.ndarray, rows: Rows) -> tuple[float, float]:
     """Return the scale of the log errors, corrected for the number of parameters, and their RMS.
 
     The scale comes from the median, which hardly moves even if nearly half of the rows are outliers.
     """
-    errors = np.asarray(_errors_and_jacobian(point, table, float(rows.has_update)))[:, 0]
+    errors = (_errors(point, rows.table, rows.has_update)[0] * rows.table[:, WEIGHTS]).ravel()
     weights = rows.table[:, WEIGHTS].ravel() ** 2
     seen = weights > 0
     count = np.count_nonzero(seen)
@@ -351,16 +345,17 @@ def _noise(point: np.ndarray, rows: Rows, table) -> tuple[float, float]:
     return float(np.clip(noise, NOISE_FLOOR, NOISE_CEILING)), error
 
 
-def _spread(point, values, noise: float, rows: Rows, table) -> np.ndarray:
+def _spread(point: np.ndarray, values: np.ndarray, noise: float, rows: Rows) -> np.ndarray:
     """Return standard errors from the data alone, each divided by max(its parameter, a tenth of a step)."""
-    jacobian = np.asarray(_errors_and_jacobian(point, table, float(rows.has_update)))[:, 1:]
+    _, by = _errors(point, rows.table, rows.has_update)
+    jacobian = (by * rows.table[:, WEIGHTS, None]).reshape(-1, len(NAMES))
     real = rows.table[: rows.num_rows]
     reach = np.ones(len(NAMES))
     for column, chosen in ((3, real[:, MULTI] > 0), (5, real[:, MANY] > real[:, MULTI])):
         reach[column] = max(1.0, real[chosen, BEYOND_TWO].max(initial=1.0))
     units = np.maximum(values, 0.1 / reach)
     units[OVERLAP] = values[OVERLAP]
-    slope = np.exp(np.clip(point, -25.0, 12.0))
+    slope = np.exp(np.clip(point, *CLIP))
     share = (values[OVERLAP] - 1.0) / 9.0
     slope[OVERLAP] = max(9.0 * share * (1.0 - share), 1e-6)
     scaled = jacobian / slope * units / max(noise, 0.01)

@@ -9,10 +9,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from jaxgoodput._worker import QueueWorker
-from jaxgoodput.goodput.fit import StepTimings, fit_perf_params
+from jaxgoodput.goodput.fit import fit_perf_params
 from jaxgoodput.tune.batch import tune
 from jaxgoodput.tune.timings import residuals_of
 from jaxgoodput.tune.verdict import Situation, Verdict
@@ -56,10 +54,8 @@ class Tuner:
         self._on_answer = on_answer
         self._answer = answer
         self._idle = threading.Event()
-        self._worker: QueueWorker[Situation | None] = QueueWorker(
-            "tuner", self._handle, on_error=on_error
-        )
-        self._worker.put(None)  # warm up
+        self._idle.set()
+        self._worker: QueueWorker[Situation] = QueueWorker("tuner", self._handle, on_error=on_error)
 
     @property
     def is_busy(self) -> bool:
@@ -78,27 +74,6 @@ class Tuner:
         """End the thread after the situation in hand."""
         self._worker.close()
 
-    def _handle(self, situation: Situation | None) -> None:
-        if situation is None:
-            _warm_up()
-        else:
-            self._on_answer(self._answer(situation))
+    def _handle(self, situation: Situation) -> None:
+        self._on_answer(self._answer(situation))
         self._idle.set()
-
-
-def _warm_up() -> None:
-    """Compile the functions that a fit of a few rows needs, so that the first verdict does not wait."""
-    rows = np.arange(1, 4)
-    unknown = np.full(3, np.nan)
-    fit_perf_params(
-        StepTimings(
-            num_nodes=np.ones(3, np.int64),
-            num_replicas=np.ones(3, np.int64),
-            micro_batch_size=rows,
-            accumulate_s=unknown,
-            reduce_s=unknown,
-            update_s=unknown,
-            step_s=0.1 + 0.01 * rows,
-            weight=np.ones(3),
-        )
-    )

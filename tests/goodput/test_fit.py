@@ -9,6 +9,7 @@ from adaptdl_golden import cases, perf_of, timings_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxgoodput.goodput import regression
 from jaxgoodput.goodput.efficiency import GradParams
 from jaxgoodput.goodput.fit import StepTimings, fit_perf_params
 from jaxgoodput.goodput.model import GoodputModel
@@ -301,3 +302,44 @@ def test_impossible_timings_are_refused(wrong, message):
 def test_unknown_priors_are_refused():
     with pytest.raises((ValueError, TypeError), match="priors|Literal"):
         fit_perf_params(measured(TRUTH, LINKS["none"]), priors="optimistic")  # pyright: ignore
+
+
+@given(
+    point=st.lists(st.floats(-6.0, 4.0), min_size=8, max_size=8),
+    shape=st.lists(
+        st.tuples(st.integers(1, 3), st.integers(1, 16), st.integers(1, 512)),
+        min_size=1,
+        max_size=6,
+    ),
+    has_update=st.booleans(),
+    noise=st.floats(1e-3, 0.3),
+    seed=st.integers(0, 99),
+)
+def test_slopes_are_those_of_automatic_differentiation(point, shape, has_update, noise, seed):
+    """Of the errors, robust and weighted, and of the prior; errors themselves are the same with JAX."""
+    rng = np.random.default_rng(seed)
+    nodes, replicas, sizes = np.array(shape).T
+    replicas = nodes * replicas
+    times = rng.uniform(0.01, 1.0, (len(shape), 4))
+    times[:, 3] = np.nan if not has_update else times[:, 3]
+    rows = regression.pack(nodes, replicas, sizes, times, rng.uniform(0.5, 2.0, len(shape)))
+    at = np.array(point)
+
+    def residuals(x):
+        low, high = regression.CLIP
+        values = jnp.exp(jnp.clip(x, low, high))
+        overlap = 1.0 + 9.0 * jax.nn.sigmoid(x[regression.OVERLAP])
+        values = values.at[regression.OVERLAP].set(overlap)
+        values = values.at[regression.UPDATE].multiply(has_update)
+        errors = regression.log_errors(values, jnp.asarray(rows.table), jnp)
+        robust = errors * jnp.sqrt(2.0 / (1.0 + jnp.sqrt(1.0 + (errors / knee) ** 2)))
+        weighted = robust * rows.table[:, regression.WEIGHTS]
+        prior = (x - regression.PRIOR_CENTRE) / regression.PRIOR_WIDTH
+        return jnp.concatenate([weighted.ravel(), noise * prior])
+
+    knee = max(3 * noise, 0.02)
+    found = regression._residuals_and_jacobian(at, rows.table, has_update, noise, knee)
+    with jax.enable_x64(True):
+        expected, slopes = residuals(at), jax.jacfwd(residuals)(at)
+    np.testing.assert_allclose(found[:, 0], expected, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(found[:, 1:], slopes, rtol=1e-7, atol=1e-10)
