@@ -27,6 +27,7 @@ import jax
 import jax.extend.backend
 from absl import logging
 from jax._src import api_util, cache_key, compiler, distributed, lru_cache, xla_bridge
+from jax._src import config as jax_config
 from jax._src.lib import _jax as runtime  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib import utils as runtime_utils  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import multihost_utils
@@ -91,6 +92,28 @@ def found_by_debugging(error: BaseException) -> str | None:
     """
     is_found = isinstance(error, api_util.InternalFloatingPointError)
     return str(error.ty) if is_found else None
+
+
+def settings_here() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return what gives another thread the settings of JAX that `with` statements have changed in this one.
+
+    Such settings (precisions, types, switches) belong to a thread. What is traced on another one would be
+    another program, and values put on a device there of another type. Guards of transfers stay where they
+    are: they watch a thread.
+    """
+    holders: Any = jax_config.config._value_holders.items()
+    states = [x for n, x in holders if hasattr(x, "get_local") and "transfer_guard" not in n]
+    local = [(state, state.get_local()) for state in states]
+    changed = [(state, value) for state, value in local if value is not jax_config.config_ext.unset]
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for state, value in changed:
+                stack.enter_context(state(value))
+            yield
+
+    return entered
 
 
 def looks_for() -> str | None:

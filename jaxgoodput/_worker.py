@@ -9,6 +9,7 @@ once. Threads are daemons: a thread that is stuck in a device or on a disk must 
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -19,7 +20,7 @@ class Worker:
     """A thread that runs `run(worker)` once; `run` returns soon after `worker.is_stopping` turns true.
 
     `on_error`, if given, is called on the worker's thread with the exception that ended `run`. Otherwise the
-    exception waits for `raise_error` or `close`.
+    exception waits for `raise_error` or `close`. `within` makes a context for the whole of `run`.
     """
 
     def __init__(
@@ -28,9 +29,11 @@ class Worker:
         run: Callable[["Worker"], None],
         *,
         on_error: Callable[[BaseException], None] | None = None,
+        within: Callable[[], AbstractContextManager[object]] = nullcontext,
     ):
         self.error: BaseException | None = None
         self._run = run
+        self._within = within
         self._on_error = on_error
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._body, name=f"jaxgoodput-{name}", daemon=True)
@@ -94,7 +97,8 @@ class Worker:
 
     def _body(self) -> None:
         try:
-            self._run(self)
+            with self._within():
+                self._run(self)
         except BaseException as error:  # SystemExit too: the owner would wait for ever
             self._fail(error)
 
@@ -159,13 +163,14 @@ class QueueWorker(Worker, Generic[Item]):
         handle: Callable[[Item], object],
         *,
         on_error: Callable[[BaseException], None] | None = None,
+        within: Callable[[], AbstractContextManager[object]] = nullcontext,
     ):
         self._handle = handle
         # A function in the queue is called instead of handled; None ends the worker.
         self._queue: queue.SimpleQueue[tuple[Item] | Callable[[], None] | None] = (
             queue.SimpleQueue()
         )
-        super().__init__(name, self._handle_all, on_error=on_error)
+        super().__init__(name, self._handle_all, on_error=on_error, within=within)
 
     @property
     def num_waiting(self) -> int:

@@ -1,5 +1,6 @@
 """Each private JAX call does what is needed of it: a JAX version that changes one fails here."""
 
+import contextlib
 import signal
 import socket
 import textwrap
@@ -10,7 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax._src import cache_key, compiler, lru_cache
+from jax._src import config as jax_config
 from jax.sharding import PartitionSpec
 from processes import run, start
 
@@ -520,3 +524,39 @@ def test_the_operands_of_a_scan_are_told_apart():
     (scan,) = jax.make_jaxpr(total)(2.0, jnp.zeros(3), jnp.ones((4, 3))).eqns
     num_consts, num_carried = _jax.operands_of_scan(scan.params)
     assert (num_consts, num_carried, len(scan.invars)) == (1, 1, 3)
+
+
+SETTINGS = {
+    "double": lambda: jax.enable_x64(True),
+    "products": lambda: jax.default_matmul_precision("highest"),
+    "types": lambda: jax.numpy_dtype_promotion("strict"),
+    "NaN": lambda: jax.debug_nans(True),
+    "transfers": lambda: jax.transfer_guard("disallow"),
+}
+
+
+def settings_now():
+    names = ("enable_x64", "default_matmul_precision", "numpy_dtype_promotion", "debug_nans")
+    return [getattr(jax.config, f"jax_{name}") for name in names]
+
+
+@given(st.lists(st.sampled_from(sorted(SETTINGS)), unique=True))
+def test_a_thread_gets_the_settings_of_another_but_no_guard_of_its_transfers(names):
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(SETTINGS[name]())
+        expected, within = settings_now(), _jax.settings_here()
+    found = []
+
+    def run():
+        before = settings_now()
+        with within():
+            found.append(settings_now())
+            guard = jax_config.transfer_guard_host_to_device.get_local()
+            found.append(guard is jax_config.config_ext.unset)
+        found.append(settings_now() == before)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [expected, True, True]

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxgoodput._jax import settings_here
 from jaxgoodput._worker import Worker
 from jaxgoodput.data.micro_batches import (
     DataEnd,
@@ -111,7 +112,7 @@ class ReadAhead:
         if self._num_batches == 0:
             self._read_now(config)
         elif self._worker is None:
-            self._worker = Worker("loader", self._work)
+            self._worker = Worker("loader", self._work, within=settings_here())
         with self._changed:
             while not self._changed.wait_for(
                 lambda: self._is_closed or self._is_ready(count), MEANWHILE_S

@@ -18,6 +18,7 @@ import numpy as np
 from absl import logging
 from jaxtyping import Int, PyTree
 
+from jaxgoodput._jax import settings_here
 from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.sources import SequenceSource, Source
@@ -173,8 +174,10 @@ class Readers:
     def _start(self) -> None:
         with self._lock:
             if not self._stopped:
+                within = settings_here()  # reading is the user's code
                 self._threads = [
-                    Worker(f"reader-{i}", self._work) for i in range(self._num_threads)
+                    Worker(f"reader-{i}", self._work, within=within)
+                    for i in range(self._num_threads)
                 ]
 
     def _submit(self, read: Callable[[], Any]) -> Future:

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 from jax.sharding import Sharding
 from jaxtyping import Array
 
+from jaxgoodput._jax import settings_here
 from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.embedding.table import EvictedRows, Lookup, TieredTable
@@ -168,14 +169,18 @@ class Pipeline:
         self._write_back_worker: Worker | None = None
         self._write_back_error: BaseException | None = None
         if depth:
+            within = settings_here()
             for name, stage in (
                 ("plan", functools.partial(self._plan_all, target=planned)),
                 ("pull", functools.partial(self._run_stage, "pull", planned, pulled)),
                 ("load", functools.partial(self._run_stage, "load", pulled, self._loaded)),
             ):
-                self._workers.append(Worker(f"table {name}", stage))
+                self._workers.append(Worker(f"table {name}", stage, within=within))
             self._write_back_worker = Worker(
-                "table write back", self._write_back_all, on_error=self._write_back_failed
+                "table write back",
+                self._write_back_all,
+                on_error=self._write_back_failed,
+                within=within,
             )
 
     def __enter__(self) -> "Pipeline":

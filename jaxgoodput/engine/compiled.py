@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from jaxtyping import PyTree
 
+from jaxgoodput._jax import settings_here
 from jaxgoodput.clock import SystemClock
 from jaxgoodput.engine.arithmetic import matrix_flops
 from jaxgoodput.engine.programs.families import Programs
@@ -35,10 +36,12 @@ class Compilable(Protocol[T_co]):
 class ProgramCache:
     """Executables by (builder, arguments). Thread-safe.
 
-    A second thread that asks for the same executable waits for the first; others do not wait.
+    A second thread that asks for the same executable waits for the first; others do not wait. Whichever
+    thread it is, a program is traced under the settings of JAX that the cache was made under (`settings`).
     """
 
     def __init__(self):
+        self.settings = settings_here()
         self._once = Once()
         self._digests = Once()
         self._flops: dict[Hashable, float] = {}
@@ -59,9 +62,10 @@ class ProgramCache:
         self, wanted: Callable[[Program], bool], program: functools.partial[Program]
     ) -> bool:
         """Compile a program on this thread if `wanted` says so, once it is traced; returns what it says."""
-        made = program()
-        if not wanted(made):
-            return False
+        with self.settings():
+            made = program()
+            if not wanted(made):
+                return False
         key = _key(program, (), {})
         self._once(key, lambda: self._made(key, lambda: made))
         return True
@@ -69,8 +73,9 @@ class ProgramCache:
     def _made(self, key: Hashable, build: Callable[[], Compilable[T_co]]) -> T_co:
         """Return the executable of what `build` returns, and note what is known of it under `key`."""
         began_s = self._clock.now()
-        program = build()
-        made = program.compile()
+        with self.settings():
+            program = build()
+            made = program.compile()
         self._seconds[key] = self._clock.now() - began_s
         if isinstance(program, Program):  # it is traced already, so counting is cheap
             self._flops[key] = matrix_flops(program.traced.jaxpr.jaxpr)
@@ -107,10 +112,11 @@ class ProgramCache:
 
         def make() -> str:
             began_s = self._clock.now()
-            made = program()
-            lowered = made.lower()
-            self._flops[key] = matrix_flops(made.traced.jaxpr.jaxpr)
-            self._once(key, functools.partial(made.compiled, lowered))
+            with self.settings():
+                made = program()
+                lowered = made.lower()
+                self._flops[key] = matrix_flops(made.traced.jaxpr.jaxpr)
+                self._once(key, functools.partial(made.compiled, lowered))
             self._seconds.setdefault(key, self._clock.now() - began_s)
             return hashlib.sha256(lowered.as_text().encode()).hexdigest()
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from absl import logging
 
+from jaxgoodput._jax import settings_here
 from jaxgoodput._worker import QueueWorker
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.observe.events import (
@@ -245,7 +246,10 @@ class Teller:
         self._has_warned = False
         self.is_awaited = False
         self._worker: QueueWorker[Event] = QueueWorker(
-            "hooks", lambda event: call(self._each(), event), on_error=on_error
+            "hooks",
+            lambda event: call(self._each(), event),
+            on_error=on_error,
+            within=settings_here(),
         )
 
     def tell(self, event: Event) -> None:

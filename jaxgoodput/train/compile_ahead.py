@@ -225,7 +225,8 @@ class StrategyCompiler:
         with self._lock:
             self._sizes[self._current.strategy].start()
             if self._worker is None and len(self._engines) > 1 and not self._is_closed:
-                self._worker = Worker("strategies", self._prepare_others)
+                settings = next(iter(self._engines.values())).compiled.settings
+                self._worker = Worker("strategies", self._prepare_others, within=settings)
 
     def prepare(self) -> None:
         """Compile all sizes of the strategy in use, and what a trial of each other one needs, and wait."""

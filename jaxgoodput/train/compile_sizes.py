@@ -325,7 +325,8 @@ class SizeCompiler:
     def _run_worker(self) -> None:
         """Start the thread unless it runs; the caller holds the lock."""
         if self._worker is None and not self._is_closed:
-            self._worker = Worker("compile", self._run, on_error=self._fail)
+            settings = self._engine.compiled.settings
+            self._worker = Worker("compile", self._run, on_error=self._fail, within=settings)
 
     def _run(self, _: Worker) -> None:
         while True:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from jaxgoodput._jax import settings_here
 from jaxgoodput._worker import QueueWorker
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.cursor import Cursor
@@ -80,7 +81,9 @@ class Watcher:
             None  # what broke the computation or a consumer of results
         )
         self.newest: int | None = None  # the last step that is known to be done
-        self._worker = QueueWorker("watcher", self._publish, on_error=self._fail)
+        self._worker = QueueWorker(
+            "watcher", self._publish, on_error=self._fail, within=settings_here()
+        )
 
     def submit(self, *tickets: Ticket) -> None:
         """Have the thread wait for these steps, dispatched together, after earlier ones. Returns at once."""

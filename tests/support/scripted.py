@@ -1,5 +1,6 @@
 """An engine that compiles nothing, and notes what is asked of it."""
 
+import contextlib
 import threading
 from functools import partial
 from typing import Any
@@ -11,13 +12,19 @@ from jaxgoodput.train.compile_sizes import SizeCompiler
 WAIT_S = 30.0  # only a failing test waits this long
 
 
+class Compiled(list):
+    """What was compiled, as (kind, size), in order."""
+
+    settings = contextlib.nullcontext
+
+
 class Scripted(Engine):
     """An engine whose sizes need 10 bytes a sample, and that records what is asked of it."""
 
     world = None  # no job whose processes come and go
 
     def __init__(self, broken=None):
-        self.compiled: list[tuple[str, int]] = []
+        self.compiled: Any = Compiled()
         self.rehearsed: list[tuple[str, int]] = []
         self.shared = 0
         self.broken = broken

@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -281,3 +282,48 @@ def test_batches_without_weight_are_passed_over_under_a_switch(tmp_path, switch,
         assert event.finite == has_weight and (event.metrics["weight"] > 0) == has_weight
         assert np.isfinite(event.metrics["loss"]) == has_weight
         assert np.isfinite(event.metrics["grad_norm"]) == has_weight
+
+
+@pytest.mark.parametrize("data", [np.float64, np.float32])
+def test_every_thread_sees_the_settings_that_surround_fit(tmp_path, data):
+    """Programs that are compiled behind training, and the loader's, would otherwise be others."""
+    seen: list[tuple[str, Any]] = []
+
+    class Wide(Net):
+        def loss(self, params, batch, key):
+            where = threading.current_thread().name
+            seen.append((where, (jnp.zeros(()).dtype, jax.config.jax_default_matmul_precision)))
+            kinds = {x.dtype for x in jax.tree.leaves((params, batch)) if x.ndim > 1}
+            assert kinds == {np.dtype(np.float64), np.dtype(data)}, where
+            return super().loss(params, batch, key)
+
+        def init(self, key):
+            return jax.tree.map(lambda x: x.astype(np.float64), super().init(key))
+
+        def dataset(self):
+            return {name: x.astype(data) for name, x in super().dataset().items()}
+
+    settings = jg.Config(
+        workdir=str(tmp_path),
+        batch=BatchLimits(base=BASE, max=4 * BASE),
+        epochs=20,
+        reporting=jg.Reporting(tensorboard=False, progress=False),
+    )
+    task = Wide(settings, devices=jax.devices()[:1])
+    task.hooks = (Grows(task),)
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        state = task.fit()
+    assert state.params["up"].dtype == np.float64
+    assert {kind for _, kind in seen} == {(np.dtype(np.float64), "highest")}
+    assert any(where == "jaxgoodput-compile" for where, _ in seen)
+
+
+class Grows(jg.Hook):
+    """Has another size compiled behind training, and waits until it is."""
+
+    def __init__(self, task):
+        self.task = task
+
+    def on_step_end(self, event):
+        if event.step == 3:
+            self.task.compile_sizes()

@@ -52,7 +52,9 @@ class EarlyBlock:
         if _may_pay(setup):
             self._engine = next(iter(setup.engines.values()))
             self._programs = block_programs(self._engine, setup.config.batch.base, COUNT)
-            self._worker = Worker("early", self._compile, on_error=_leave)
+            self._worker = Worker(
+                "early", self._compile, on_error=_leave, within=self._engine.compiled.settings
+            )
 
     def hand_over(self, compiler: SizeCompiler) -> None:
         """Have `compiler` go on, so that steps beside what is left are known to be disturbed."""
