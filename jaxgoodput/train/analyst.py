@@ -218,6 +218,7 @@ class Analyst:
             self._history.add(ticket.config, ticket.samples - ticket.num_samples)
         self._latest = result
         self._due.add_step(
+            self._clock.now(),
             ticket.step,
             is_changed=is_changed,
             is_disturbed=ticket.busy,

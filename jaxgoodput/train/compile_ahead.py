@@ -203,6 +203,10 @@ class StrategyCompiler:
         """Return whether batches of several micro-batches may be chosen under a strategy."""
         return self.compiler(strategy).accumulates
 
+    def num_plain(self, strategy: str) -> float:
+        """Return how many times as long as a plain step everything takes that one more size needs."""
+        return self.compiler(strategy).num_plain
+
     def settled(self, strategy: str) -> tuple[int, ...]:
         """Return the sizes of a strategy that have been compiled or refused, or are about to be."""
         return self.compiler(strategy).settled
@@ -486,7 +490,7 @@ class CompilationStarter:
                 return
         sizes, settled = strategies.sizes(strategy), strategies.settled(strategy)
         alone = strategies.compiles_one_by_one
-        num_plain = strategies.compiler(strategy).num_plain
+        num_plain = strategies.num_plain(strategy)
         if not alone:
             num_plain = WHOLE * max(len(sizes) - len(settled), 1)
         found = self._explorer.next(

@@ -1,6 +1,8 @@
 """Decides when the next verdict is due."""
 
-from jaxgoodput.tune.verdict import PROBE_STEPS
+import math
+
+from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS
 
 LEAST_S = 0.5  # between two verdicts for which nothing was waited
 CALM_STEPS = 8  # undisturbed steps after a compilation before their times are compared
@@ -34,7 +36,8 @@ class VerdictTimer:
         self._depth = depth
         self._num_steps = 0
         self._asked_s, self._asked_at = now_s, 0
-        self._changed_at = -dwell_steps  # no change that would have to settle first
+        # No change that would have to settle first.
+        self._changed_at, self._changed_s = -dwell_steps, -math.inf
         self._num_calm = CALM_STEPS  # undisturbed steps since the last disturbed one
         self._num_posted = 0  # batch changes posted to the loop so far
         self._taken_at: (
@@ -42,10 +45,12 @@ class VerdictTimer:
         ) = -depth  # step at which the loop accepted the last one; None: not yet
         self._was_unknown = self._was_disturbed = False  # noise and steps, at the last question
 
-    def add_step(self, step: int, *, is_changed: bool, is_disturbed: bool, num_taken: int) -> None:
+    def add_step(
+        self, now_s: float, step: int, *, is_changed: bool, is_disturbed: bool, num_taken: int
+    ) -> None:
         """Count a finished step; `num_taken` is how many batch changes the loop had accepted before it."""
         if is_changed:
-            self._changed_at = step
+            self._changed_at, self._changed_s = step, now_s
         if self._taken_at is None and num_taken >= self._num_posted:
             self._taken_at = step
         self.is_disturbed = is_disturbed
@@ -74,6 +79,8 @@ class VerdictTimer:
     ) -> bool:
         """Return whether to ask for a verdict now; `is_known` says whether the gradient noise is."""
         if self._must_wait(step):
+            return False
+        if now_s < self._changed_s + PROBE_S:
             return False
         if is_trial:
             return self.steps_since_change(step) >= PROBE_STEPS

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxgoodput.tune.batch import assumed_growth, hoped_gain, modelled_gain
 from jaxgoodput.tune.timings import TimingTable
-from jaxgoodput.tune.verdict import PROBE_STEPS, Situation
+from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS, Situation
 
 EARNINGS = 0.02  # of the time passed
 LOAN = 0.03  # of the time that is left
@@ -152,7 +152,7 @@ def _trial_s(situation: Situation, found: NextSize) -> float:
     current = situation.current
     there = np.array(float(found.size * current.num_replicas * current.num_micro_batches))
     seconds = PROBE_STEPS * situation.step_s * float(assumed_growth(situation, there))
-    return 0.0 if math.isnan(seconds) else seconds
+    return 0.0 if math.isnan(seconds) else max(seconds, PROBE_S)
 
 
 def next_size(

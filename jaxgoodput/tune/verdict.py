@@ -14,7 +14,9 @@ from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.tune.evidence import Bar, Stretch
 
 LEAST_FIXED = 0.25  # share of a step that an optimist expects not to grow with the batch
-PROBE_STEPS = 8  # length of a trial of a new size or strategy
+# Least length of a trial of a new size or strategy. Its first steps are disturbed: batches of the new size
+# are being read, and the window before is being drawn and told. Short steps took ten times as long for 40 ms.
+PROBE_STEPS, PROBE_S = 8, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,6 +56,9 @@ class OneStrategy(StrategyCompiler):
     def accumulates(self, strategy):
         return True
 
+    def num_plain(self, strategy):
+        return 1.0
+
     def ready(self, strategy):
         return self.stage.ready
 

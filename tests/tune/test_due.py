@@ -1,17 +1,20 @@
 """When a verdict is due: by time, by steps, and as soon as what was waited for has happened."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxgoodput.tune.due import CALM_STEPS, VerdictTimer
-from jaxgoodput.tune.verdict import PROBE_STEPS
+from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS
 
 DEPTH = 2
 
 
 class Run:
-    """Steps of a second each, without a tuner."""
+    """Steps of a second each, or of `step_s`, without a tuner."""
 
-    def __init__(self):
+    def __init__(self, step_s=1.0):
+        self.step_s = step_s
         self.step, self.num_taken, self.asked_at = 0, 0, []
         self.state = {"is_trial": False, "is_known": True, "has_fit": True}
         self.due = VerdictTimer(
@@ -23,13 +26,15 @@ class Run:
         for i in range(steps):
             self.step += 1
             self.due.add_step(
+                self.step * self.step_s,
                 self.step,
                 is_changed=changed and i == 0,
                 is_disturbed=disturbed,
                 num_taken=self.num_taken,
             )
-            if self.due.is_due(float(self.step), self.step, **self.state):
-                self.due.asked(float(self.step), self.step, is_known=self.state["is_known"])
+            now_s = self.step * self.step_s
+            if self.due.is_due(now_s, self.step, **self.state):
+                self.due.asked(now_s, self.step, is_known=self.state["is_known"])
                 self.asked_at.append(self.step)
         return self.asked_at
 
@@ -67,6 +72,20 @@ def test_an_answer_that_is_awaited_or_over_keeps_the_timer_still(ending):
     run = Run()
     run.due.is_judging = ending == "is_judging"
     assert bool(run.go(60)) == (ending != "is_judging")
+
+
+@given(step_s=st.floats(1e-4, 1.0), is_trial=st.booleans())
+def test_a_change_is_judged_after_its_few_steps_and_a_moment(step_s, is_trial):
+    """The first steps with a batch are disturbed, so that a few very short ones say nothing."""
+    run = Run(step_s)
+    run.state["is_trial"] = is_trial
+    run.go(10)
+    run.asked_at.clear()
+    start = run.step + 1
+    (asked, *_) = run.go(2000, changed=True)
+    steps = PROBE_STEPS if is_trial else 20
+    assert asked - start >= steps and (asked - start) * step_s >= PROBE_S - 1e-9
+    assert asked - start <= max(steps, PROBE_S / step_s + 1)
 
 
 def test_a_trial_is_judged_after_its_few_steps():
