@@ -99,7 +99,7 @@ def settings_here() -> Callable[[], contextlib.AbstractContextManager[None]]:
 
     Such settings (precisions, types, switches) belong to a thread. What is traced on another one would be
     another program, and values put on a device there of another type. Guards of transfers stay where they
-    are: they watch a thread.
+    are: they watch a thread. What is no setting (`jax.set_mesh`, `compute_on`) is left out.
     """
     holders: Any = jax_config.config._value_holders.items()
     states = [x for n, x in holders if hasattr(x, "get_local") and "transfer_guard" not in n]

@@ -7,6 +7,7 @@ another.
 """
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -140,8 +141,10 @@ class MicroBatchReader:
         self._stream = source if isinstance(source, StreamSource) else None
         self._permutations = Permutations()
         self._kind: PyTree | None = None  # structure, shapes and dtypes of the first batch
-        # For one sharding and number of rows: which rows this process holds, and the mask without padding.
+        # By sharding and number of rows: which rows this process holds, and the mask without padding; the one
+        # used last comes last. The loader's thread and the loop's use it.
         self._held: dict[tuple[NamedSharding, int], tuple[np.ndarray, Array]] = {}
+        self._holding = threading.Lock()
 
     @property
     def is_stream(self) -> bool:
@@ -285,12 +288,14 @@ class MicroBatchReader:
         Steps alone, blocks of them and last batches take turns, so those of several sizes are kept.
         """
         key = (sharding, num_rows)
-        if (found := self._held.get(key)) is None:
-            held = held_rows(sharding, num_rows)
-            ones = np.ones(len(held), np.float32)
-            found = held, put_rows(ones, held, sharding, num_rows=num_rows)
-            while len(self._held) >= MOST_HELD:
-                self._held.pop(next(iter(self._held)), None)
+        with self._holding:
+            found = self._held.pop(key, None)
+            if found is None:
+                held = held_rows(sharding, num_rows)
+                ones = np.ones(len(held), np.float32)
+                found = held, put_rows(ones, held, sharding, num_rows=num_rows)
+                if len(self._held) >= MOST_HELD:
+                    self._held.pop(next(iter(self._held)))
             self._held[key] = found
         return found
 

@@ -37,7 +37,8 @@ class ProgramCache:
     """Executables by (builder, arguments). Thread-safe.
 
     A second thread that asks for the same executable waits for the first; others do not wait. Whichever
-    thread it is, a program is traced under the settings of JAX that the cache was made under (`settings`).
+    thread it is, a program is traced under the settings of JAX that `with` statements had changed where the
+    cache was made (`settings`).
     """
 
     def __init__(self):
@@ -62,17 +63,23 @@ class ProgramCache:
         self, wanted: Callable[[Program], bool], program: functools.partial[Program]
     ) -> bool:
         """Compile a program on this thread if `wanted` says so, once it is traced; returns what it says."""
+        began_s = self._clock.now()
         with self.settings():
             made = program()
             if not wanted(made):
                 return False
         key = _key(program, (), {})
-        self._once(key, lambda: self._made(key, lambda: made))
+        self._once(key, lambda: self._made(key, lambda: made, began_s))
         return True
 
-    def _made(self, key: Hashable, build: Callable[[], Compilable[T_co]]) -> T_co:
-        """Return the executable of what `build` returns, and note what is known of it under `key`."""
-        began_s = self._clock.now()
+    def _made(
+        self, key: Hashable, build: Callable[[], Compilable[T_co]], began_s: float | None = None
+    ) -> T_co:
+        """Return the executable of what `build` returns, and note what is known of it under `key`.
+
+        `began_s` is when tracing it began, if it was traced before.
+        """
+        began_s = self._clock.now() if began_s is None else began_s
         with self.settings():
             program = build()
             made = program.compile()

@@ -386,6 +386,7 @@ class Analyst:
                 self._timings.key(current, measured=True),
                 is_known=noise.is_known,
                 newest_samples=noise.newest_samples,
+                may_block=current.num_replicas == current.num_micro_batches == 1,
             ),
             adapt=self._adapt,
             scheduled=self._scheduled(),

@@ -15,7 +15,7 @@ from absl import logging
 from jaxgoodput._worker import Worker
 from jaxgoodput.engine.chips import Arithmetic, chip_of
 from jaxgoodput.engine.engine import Engine
-from jaxgoodput.goodput.memory import TooLarge
+from jaxgoodput.goodput.memory import StepBytes, TooLarge
 from jaxgoodput.goodput.perf import Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.parallel.move import MoveDoesNotFit
@@ -202,6 +202,10 @@ class StrategyCompiler:
     def accumulates(self, strategy: str) -> bool:
         """Return whether batches of several micro-batches may be chosen under a strategy."""
         return self.compiler(strategy).accumulates
+
+    def has_room_for(self, need: StepBytes | None) -> bool:
+        """Return whether a program fits into a device's memory; True if it is not known what it needs."""
+        return need is None or need.peak <= self._budget
 
     def num_plain(self, strategy: str) -> float:
         """Return how many times as long as a plain step everything takes that one more size needs."""

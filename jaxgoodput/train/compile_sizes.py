@@ -362,7 +362,9 @@ class SizeCompiler:
         noise was measured at another size, and single sizes are asked for, the next size comes first.
         """
         if urgent := self._urgent:
-            self._compile(urgent)  # without the lock, so that `compile_soon` may add more meanwhile
+            self._compile_optional(
+                urgent
+            )  # without the lock, so that `compile_soon` may add more meanwhile
             with self._changed:
                 self._urgent = self._urgent[len(urgent) :]
                 self._changed.notify_all()
@@ -408,6 +410,19 @@ class SizeCompiler:
             self._engine.compile_program(program)
         return True
 
+    def _compile_optional(self, programs: Sequence[Callable[[], Program]]) -> bool:
+        """Compile programs that a run can do without. One that cannot be compiled is left out, and named.
+
+        Whoever needs it nevertheless compiles it, and gets the error. False if the compiler was closed.
+        """
+        for program in programs:
+            try:
+                if not self._compile([program]):
+                    return False
+            except Exception as error:
+                logging.warning("left out, as it cannot be compiled: %s: %s", program, error)
+        return True
+
     def _try(self, size: int) -> None:
         """Compile a size, check its memory and execute it once, so that it becomes ready or is refused."""
         engine, accumulate = self._engine, bool(self._accumulates)
@@ -438,7 +453,7 @@ class SizeCompiler:
         # A rehearsal holds a second copy of everything.
         if need.peak * 2 <= self._budget:
             engine.rehearse(size, accumulate=accumulate)
-        if not self._compile(self._along(size)):
+        if not self._compile_optional(self._along(size)):
             return
         if math.isinf(self._num_allowed) and size not in self._measurable:
             self._prepare_measuring(size)

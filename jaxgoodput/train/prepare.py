@@ -165,7 +165,7 @@ def prepare(
     is_new = kept is None and checkpoints.newest() is None
     early = EarlyBlock(setup) if is_new else None
     if early is not None:
-        stack.callback(early.close)
+        stack.callback(lambda: early.close(wait=requests.signal is None))
     restored = restorer.restore(kept)
     tables = restorer.tables or {}
     for table in tables.values():
@@ -184,7 +184,7 @@ def prepare(
     values = _value_checks(beginning, ledger)
     strategies, compile_s = _compile_first(setup, beginning, evaluator, values, stack, ledger)
     if early is not None:
-        early.hand_over(strategies.compiler(beginning.batch.strategy))
+        early.hand_over(strategies.compiler(beginning.batch.strategy), beginning.batch)
     loader = _open_data(setup, beginning, data, stack)
     feed = inputs.tables.feed(opener, tables, loader, inputs.config)
     stack.callback(feed.close)

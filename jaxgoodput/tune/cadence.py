@@ -61,11 +61,13 @@ class NoiseCadence:
         *,
         is_known: bool,
         newest_samples: float,
+        may_block: bool = True,
     ) -> int:
         """Return the cadence that the next verdict should use.
 
         `plain` and `measured` are the keys in `table` of steps without and with a measurement;
-        `newest_samples` is how many noise samples were taken since the batch last grew.
+        `newest_samples` is how many noise samples were taken since the batch last grew; `may_block` says
+        whether several steps may be dispatched at once.
         """
         if self._fixed is not None:
             return self._fixed
@@ -79,6 +81,6 @@ class NoiseCadence:
         # If every step measured, no plain step would be timed again, and a wrong first comparison would
         # never be corrected. Between short steps that measure there must be room for a block of others: it
         # saves more than a measurement costs.
-        is_short = table.median_s(plain) < SHORT_S
+        is_short = may_block and table.median_s(plain) < SHORT_S
         cadence = max(cadence, FIRST_CADENCE if is_short else 2)
         return min(FIRST_CADENCE, cadence) if newest_samples < MIN_SAMPLES else cadence

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from jaxgoodput.goodput.efficiency import Grad
 from jaxgoodput.goodput.search import BatchConfig
-from jaxgoodput.tune.verdict import PROBE_STEPS, Situation, StrategyOption, Verdict
+from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS, Situation, StrategyOption, Verdict
 
 
 def best_of(
@@ -87,7 +87,7 @@ def _untried(situation: Situation) -> Verdict | None:
     for there in situation.others:
         if bar is not None and there.config.global_batch_size >= bar.global_batch_size:
             continue
-        price_s = 2 * there.switch_s + PROBE_STEPS * situation.step_s
+        price_s = 2 * there.switch_s + max(PROBE_STEPS * situation.step_s, PROBE_S)
         # Worth a trial if a gain just large enough to justify a change would repay it.
         if there.fit is None and situation.left_s * situation.caution.min_gain > price_s:
             return situation.change(

@@ -19,9 +19,11 @@ from jaxgoodput import BatchLimits
 from jaxgoodput.engine.compiled import ProgramCache
 from jaxgoodput.engine.engine import Engine
 from jaxgoodput.engine.programs.program import Program
+from jaxgoodput.train.compile_ahead import StrategyCompiler
 from jaxgoodput.train.compile_sizes import SizeCompiler
 from jaxgoodput.train.start import early_block
-from jaxgoodput.train.start.early_block import COUNT, is_surely_short
+from jaxgoodput.train.start.early_block import COUNT, EarlyBlock, is_surely_short
+from jaxgoodput.tune.block_times import BlockTimes
 
 ONE: dict[str, Any] = {"devices": jax.devices()[:1]}
 
@@ -93,6 +95,14 @@ def free(folder, **options):
 @pytest.mark.parametrize("policy", ["fixed", "goodput"])
 def test_a_run_begins_with_its_block_compiled(tmp_path, threads, monkeypatch, policy):
     """And each sample is applied once."""
+    monkeypatch.setattr(BlockTimes, "knows_alone", lambda self, config, *, busy: True)
+    hand_over = EarlyBlock.hand_over
+
+    def wait(self, compiler, batch):
+        self.close()  # a run of few steps would be over before
+        hand_over(self, compiler, batch)
+
+    monkeypatch.setattr(EarlyBlock, "hand_over", wait)
     steps, counts = Engine.steps, []
 
     def counted(self, *args, count):
@@ -127,6 +137,31 @@ def test_neither_does_one_that_goes_on_nor_one_of_several_replicas(tmp_path, thr
     Counting(free(tmp_path, epochs=4), **ONE).fit()
     Counting(free(tmp_path / "two", epochs=2), devices=jax.devices()[:2]).fit()
     assert len(threads) == 1
+
+
+def test_nor_one_that_jax_debugs_nor_of_a_large_model(tmp_path, threads, monkeypatch):
+    with jax.debug_nans(True):
+        Counting(free(tmp_path / "nan", epochs=2), **ONE).fit()
+    monkeypatch.setattr(early_block, "ADDITIONS", 1.0 / early_block.SURELY_SHORT_S)
+    Counting(free(tmp_path / "large", epochs=2), **ONE).fit()
+    assert not threads
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_block_that_does_not_fit_is_not_used(tmp_path, threads, monkeypatch, room):
+    """It holds the rows of all its steps, so that it may need more than any of them."""
+    steps, counts = Engine.steps, []
+
+    def counted(self, *args, count):
+        counts.append(count)
+        return steps(self, *args, count=count)
+
+    monkeypatch.setattr(Engine, "steps", counted)
+    monkeypatch.setattr(BlockTimes, "knows_alone", lambda self, config, *, busy: True)
+    monkeypatch.setattr(StrategyCompiler, "has_room_for", lambda self, need: need.peak > 0 and room)
+    state = Counting(free(tmp_path, epochs=90), **ONE).fit()
+    np.testing.assert_array_equal(state.params["count"], 90)
+    assert bool(counts) is room
 
 
 def test_a_run_of_few_steps_is_not_worth_it(tmp_path, threads, monkeypatch):
@@ -169,6 +204,30 @@ def test_a_size_is_ready_once_its_block_is_compiled(most):
     at = [engine.compiled.index((kind, 16)) for kind in ("step", "block") if 16 <= most]
     assert at == sorted(at) and (("block", 16) in engine.compiled) is (16 <= most)
     sizes.close()
+
+
+@pytest.mark.parametrize("is_urgent", [True, False])
+def test_a_block_that_cannot_be_compiled_is_left_out_and_named(caplog, is_urgent):
+    """The size is as good as before: blocks are no more than faster."""
+    engine = Scripted()
+    compile_program = engine.compile_program
+
+    def fails(program):
+        if program.args[0] == "block":
+            raise RuntimeError("the compiler ran out of memory")
+        compile_program(program)
+
+    engine.compile_program = fails
+    sizes = sizes_of(engine)
+    sizes.near(4)
+    if is_urgent:
+        sizes.compile_soon(along(engine, 64)(4))
+    else:
+        sizes.compile_along(along(engine, 64))
+    sizes.compile_next(16)
+    assert sizes.wait(WAIT_S) and 16 in sizes.ready()
+    sizes.close()
+    assert "the compiler ran out of memory" in caplog.text
 
 
 @given(

@@ -236,25 +236,30 @@ def switching(tmp_path, sizes, **settings):
     return seen, found
 
 
-@pytest.mark.slow
 def test_the_watcher_lets_go_of_what_steps_have_used(tmp_path):
     """The loop would wait for Python's lock at each array. Nothing is kept when the run is over."""
-    dropped = []
+    dropped, has_let_go = [], threading.Semaphore(0)
 
     class Noting(Loop):
+        def _settled(self):
+            has_let_go.release()  # of all batches so far: none is left in the loop's frames
+            return super()._settled()
+
         def _dispatch(self, batch):
             for leaf in jax.tree.leaves([x.data for x in batch.micro_batches]):
                 weakref.finalize(leaf, lambda: dropped.append(threading.current_thread().name))
             super()._dispatch(batch)
 
         def _on_result(self, result):
-            time.sleep(0.01)  # or the watcher could be done before the loop has let go
+            assert has_let_go.acquire(timeout=LIMIT_S)
             super()._on_result(result)
 
+    has_let_go.acquire(blocking=False)
     Mean(config(tmp_path), loop=Noting).fit()
     assert dropped == ["jaxgoodput-watcher"] * 12
 
 
+@pytest.mark.slow
 def test_nothing_compiles_on_the_loops_thread_while_sizes_switch(tmp_path):
     seen, found = switching(tmp_path, [4, 8, 2, 8, 4, 2], execution__background_compile=True)
     used = [s.config.micro_batch_size for s in seen.of(StepEnd)]

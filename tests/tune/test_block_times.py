@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,8 +22,14 @@ from jaxgoodput.tune.block_times import (
 BATCH = BatchConfig(num_replicas=1, micro_batch_size=16, num_micro_batches=1)
 OTHER = dataclasses.replace(BATCH, micro_batch_size=64)
 SECONDS = st.floats(1e-5, 1e-1)
-RUNS = st.lists(  # in blocks, beside a compilation, seconds
-    st.tuples(st.booleans(), st.booleans(), st.lists(SECONDS, min_size=1, max_size=60)), max_size=8
+RUNS = st.lists(  # in blocks, beside a compilation, some seconds and how often they come in turns
+    st.tuples(
+        st.booleans(),
+        st.booleans(),
+        st.lists(SECONDS, min_size=1, max_size=5),
+        st.integers(1, 40),
+    ),
+    max_size=8,
 )
 ALONE = [(1e-3, False, False)] * 2 * ENOUGH  # the first of them do not count
 
@@ -39,7 +44,7 @@ def filled(steps):
 @given(RUNS)
 def test_steps_are_compared_with_those_that_were_as_disturbed(runs):
     """And with those alone that follow many of their kind: the first ones behind a block do not count."""
-    steps = [(s, x, busy) for x, busy, seconds in runs for s in seconds]
+    steps = [(s, x, busy) for x, busy, seconds, count in runs for s in seconds * count]
     kinds = {(x, busy): [] for x in (False, True) for busy in (False, True)}
     row = 0
     for step_s, in_block, busy in steps:
@@ -56,7 +61,7 @@ def test_steps_are_compared_with_those_that_were_as_disturbed(runs):
     if not known:
         assert math.isnan(found) and times.saved_s == 0.0
         return
-    alone, block = (np.quantile(kinds[x, known[0]], 0.25, method="higher") for x in least)
+    alone, block = (sorted(kinds[x, known[0]])[len(kinds[x, known[0]]) // 4] for x in least)
     margin = MARGIN_BUSY if known[0] else MARGIN
     is_unsure = alone < block <= (1 + margin) * alone
     assert found == (0.0 if is_unsure else alone - block)

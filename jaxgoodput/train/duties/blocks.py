@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from absl import logging
+
 from jaxgoodput._jax import looks_for
 from jaxgoodput.data.loader import StepBatch
 from jaxgoodput.engine.programs.program import Program
@@ -25,7 +27,7 @@ from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.train.analyst import Analyst
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.prepare import PreparedRun
-from jaxgoodput.train.start.early_block import COUNT, block_programs
+from jaxgoodput.train.start.early_block import COUNT
 from jaxgoodput.tune.block_times import SHORT_S
 
 # What a step in a block saves, about: its dispatch and, on a CPU, a fifth of the step, because the loop's
@@ -48,6 +50,8 @@ class Blocks:
     """The step from which blocks are tried again, for batches whose steps took longer in them."""
     _suspected: set[BatchConfig] = field(default_factory=set)
     """Batches whose blocks took longer than steps alone when they were compared last."""
+    _has_room: dict[BatchConfig, bool] = field(default_factory=dict)
+    """Whether the compiled block of a batch fits into memory."""
     _pause: Counter[BatchConfig] = field(default_factory=Counter)
     """Steps until then, the last time."""
     _since: tuple[BatchConfig | None, int] = (None, 0)
@@ -85,6 +89,8 @@ class Blocks:
         programs = self._programs(batch)
         is_time = now.step % LOOK_EVERY < COUNT  # blocks may step over a multiple
         if all(now.engine.compiled.peek(x) is not None for x in programs):
+            if not self._fits(batch):
+                return False
             if now.step >= self._slower.get(batch, 0) and is_time:
                 self._compare(batch)
             is_wanted = now.step >= self._slower.get(batch, 0) and self._left() >= COUNT
@@ -96,9 +102,18 @@ class Blocks:
             self.start.strategies.compiler(batch.strategy).compile_soon(programs)
         return False
 
+    def _fits(self, batch: BatchConfig) -> bool:
+        """Whether a compiled block fits into memory: it holds the rows of all its steps."""
+        if batch not in self._has_room:
+            need = self.start.now.engine.block_bytes_of(batch.micro_batch_size, COUNT)
+            self._has_room[batch] = self.start.strategies.has_room_for(need)
+            if not self._has_room[batch]:
+                logging.info("steps of %s run one by one: a block of them does not fit", batch)
+        return self._has_room[batch]
+
     def _programs(self, batch: BatchConfig) -> tuple[partial[Program], partial[Program]]:
         """Return the programs that take a block's rows apart, and that run its steps."""
-        cut, steps = block_programs(self.start.now.engine, batch.micro_batch_size, COUNT)
+        cut, steps = self.start.now.engine.block_programs(batch.micro_batch_size, COUNT)
         return cut, steps
 
     def _compare(self, batch: BatchConfig) -> None:
@@ -117,6 +132,7 @@ class Blocks:
             if batch in self._suspected:
                 self._pause[batch] = self._pause[batch] * 10 or FIRST_PAUSE
                 self._slower[batch] = self.start.now.step + self._pause[batch]
+                self.start.strategies.compiler(batch.strategy).compile_along(lambda size: ())
             self._suspected ^= {batch}
 
     def _compile_along(self, batch: BatchConfig) -> None:
@@ -128,7 +144,7 @@ class Blocks:
 
         def programs_of(size: int) -> Sequence[partial[Program]]:
             is_short = size <= most * batch.micro_batch_size  # if they grow in proportion
-            return block_programs(engine, size, COUNT) if is_short else ()
+            return engine.block_programs(size, COUNT) if is_short else ()
 
         self.start.strategies.compiler(batch.strategy).compile_along(programs_of)
 

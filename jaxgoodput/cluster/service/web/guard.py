@@ -160,7 +160,7 @@ class AccessGuard:
             return
         refused = self._refusal(scope)
         if refused is not None:
-            if refused.status == 413:
+            if refused.status == 413 and self._sends_on(scope):
                 await _discard(receive, 2 * self._bounds.body_bytes)
             await self._refuse(scope, send, refused)
             return
@@ -197,6 +197,11 @@ class AccessGuard:
             return _too_many(f"one token may send {most:g} requests per second", wait_s)
         scope.setdefault("state", {})["caller"] = self._callers[key]
         return None
+
+    def _sends_on(self, scope: Scope) -> bool:
+        """Whether somebody with a token sends the body without being asked to."""
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        return b"expect" not in headers and self._key(scope, headers) is not None
 
     def _key(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str | None:
         """Return the digest of a request's token, or None if the token is not known."""
