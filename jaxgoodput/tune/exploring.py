@@ -134,7 +134,7 @@ class Explorer:
     def compiled(self, took_s: float, table: TimingTable) -> None:
         """Note that the size chosen last is compiled, or was refused untried.
 
-        `took_s` is how long its plain step took; 0 if it was refused.
+        `took_s` is how long its plain step took; 0 if nothing was compiled.
         """
         self.compiling, real_s = None, 0.0
         if took_s > 0:
