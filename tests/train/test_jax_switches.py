@@ -284,6 +284,9 @@ def test_batches_without_weight_are_passed_over_under_a_switch(tmp_path, switch,
         assert np.isfinite(event.metrics["grad_norm"]) == has_weight
 
 
+PRODUCTS = "jax_default_matmul_precision"
+
+
 @pytest.mark.parametrize("data", [np.float64, np.float32])
 def test_every_thread_sees_the_settings_that_surround_fit(tmp_path, data):
     """Programs that are compiled behind training, and the loader's, would otherwise be others."""
@@ -292,7 +295,7 @@ def test_every_thread_sees_the_settings_that_surround_fit(tmp_path, data):
     class Wide(Net):
         def loss(self, params, batch, key):
             where = threading.current_thread().name
-            seen.append((where, (jnp.zeros(()).dtype, jax.config.jax_default_matmul_precision)))
+            seen.append((where, (jnp.zeros(()).dtype, getattr(jax.config, PRODUCTS))))
             kinds = {x.dtype for x in jax.tree.leaves((params, batch)) if x.ndim > 1}
             assert kinds == {np.dtype(np.float64), np.dtype(data)}, where
             return super().loss(params, batch, key)
