@@ -5,6 +5,7 @@ import time
 import types
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -198,9 +199,11 @@ def test_blocks_pause_if_they_are_slower_twice_and_ever_longer(slow, step):
     """However often they were faster in between."""
     times = BlockTimes()
     now = types.SimpleNamespace(step=step)
+    compiler: Any = mock.Mock(spec=SizeCompiler)
+    strategies = types.SimpleNamespace(compiler=lambda strategy: compiler)
     judged: Any = types.SimpleNamespace(
         analyst=types.SimpleNamespace(blocks=times),
-        start=types.SimpleNamespace(now=now),
+        start=types.SimpleNamespace(now=now, strategies=strategies),
         _pause=Counter(),
         _slower={},
         _suspected=set(),
@@ -217,6 +220,7 @@ def test_blocks_pause_if_they_are_slower_twice_and_ever_longer(slow, step):
         if in_a_row == 2:
             in_a_row, num_pauses = 0, num_pauses + 1
             expected = {BATCH: now.step + blocks.FIRST_PAUSE * 10 ** (num_pauses - 1)}
+            assert compiler.compile_along.call_count == num_pauses, "nor have other sizes blocks"
         assert judged._slower == expected
         assert math.isnan(times.compare(BATCH)) is is_slow, "they are to be compared afresh"
 
