@@ -389,19 +389,6 @@ class Engine:
         """Return the predicted peak bytes per device of a step; None until it is compiled."""
         return self._largest(*self.training_programs(size, accumulate=True))
 
-    def block_programs(self, size: Size, count: int) -> tuple[partial[Program], ...]:
-        """Return the programs that take the rows of `count` steps apart, and that run these steps.
-
-        Each step is one micro-batch of this size, on one replica.
-        """
-        shape, programs = self.shape(size), self.programs
-        cut = partial(programs.cut, shape, count=count)
-        return cut, partial(programs.steps, shape, count=count)
-
-    def block_bytes_of(self, size: Size, count: int) -> StepBytes | None:
-        """Return the predicted peak bytes of `count` steps in a block; None until it is compiled."""
-        return self._largest(*self.block_programs(size, count))
-
     def measuring_bytes_of(self, size: Size) -> StepBytes | None:
         """Return the predicted peak bytes of a step that measures noise; None until it is compiled."""
         return self._largest(*self.measuring_programs(size))

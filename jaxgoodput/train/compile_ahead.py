@@ -203,9 +203,9 @@ class StrategyCompiler:
         """Return whether batches of several micro-batches may be chosen under a strategy."""
         return self.compiler(strategy).accumulates
 
-    def has_room_for(self, need: StepBytes | None) -> bool:
-        """Return whether a program fits into a device's memory; True if it is not known what it needs."""
-        return need is None or need.peak <= self._budget
+    def has_room_for(self, need: StepBytes) -> bool:
+        """Return whether a program fits into a device's memory."""
+        return need.peak <= self._budget
 
     def num_plain(self, strategy: str) -> float:
         """Return how many times as long as a plain step everything takes that one more size needs."""

@@ -413,7 +413,7 @@ class SizeCompiler:
     def _compile_optional(self, programs: Sequence[Callable[[], Program]]) -> bool:
         """Compile programs that a run can do without. One that cannot be compiled is left out, and named.
 
-        Whoever needs it nevertheless compiles it, and gets the error. False if the compiler was closed.
+        The loop compiles it if it needs it nevertheless, and gets the error. False if this was closed.
         """
         for program in programs:
             try:

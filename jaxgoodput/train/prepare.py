@@ -162,10 +162,8 @@ def prepare(
         Opener.connected(inputs.tables.plans, inputs.config.workdir, setup.where, inputs.clock)
     )
     restorer = Restorer(setup, checkpoints, opener, data, ledger)
-    is_new = kept is None and checkpoints.newest() is None
-    early = EarlyBlock(setup) if is_new else None
-    if early is not None:
-        stack.callback(lambda: early.close(wait=requests.signal is None))
+    early = EarlyBlock(setup, is_new=kept is None and checkpoints.newest() is None)
+    stack.callback(lambda: early.close(wait=requests.signal is None))
     restored = restorer.restore(kept)
     tables = restorer.tables or {}
     for table in tables.values():
@@ -183,8 +181,7 @@ def prepare(
     evaluator = _evaluation(setup, beginning, tables, ledger)
     values = _value_checks(beginning, ledger)
     strategies, compile_s = _compile_first(setup, beginning, evaluator, values, stack, ledger)
-    if early is not None:
-        early.hand_over(strategies.compiler(beginning.batch.strategy), beginning.batch)
+    early.hand_over(strategies, beginning.batch)
     loader = _open_data(setup, beginning, data, stack)
     feed = inputs.tables.feed(opener, tables, loader, inputs.config)
     stack.callback(feed.close)

@@ -92,8 +92,8 @@ class Watcher:
     def let_go(self, *used: Any) -> None:
         """Drop what the steps submitted so far have used, once they are done; the caller drops it now.
 
-        Whoever drops the last reference to an array on a device gives up Python's lock for a moment. The loop
-        would have to wait for other threads at each array.
+        The thread that drops the last reference to an array on a device gives up Python's lock for a moment.
+        The loop would have to wait for other threads at each array.
         """
         self._worker.call_when_done(partial(_drop, used))
 

@@ -98,9 +98,9 @@ def test_a_run_begins_with_its_block_compiled(tmp_path, threads, monkeypatch, po
     monkeypatch.setattr(BlockTimes, "knows_alone", lambda self, config, *, busy: True)
     hand_over = EarlyBlock.hand_over
 
-    def wait(self, compiler, batch):
+    def wait(self, strategies, batch):
         self.close()  # a run of few steps would be over before
-        hand_over(self, compiler, batch)
+        hand_over(self, strategies, batch)
 
     monkeypatch.setattr(EarlyBlock, "hand_over", wait)
     steps, counts = Engine.steps, []

@@ -22,12 +22,13 @@ from absl import logging
 
 from jaxgoodput._jax import looks_for
 from jaxgoodput.data.loader import StepBatch
+from jaxgoodput.engine.memory import step_bytes
 from jaxgoodput.engine.programs.program import Program
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.train.analyst import Analyst
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.prepare import PreparedRun
-from jaxgoodput.train.start.early_block import COUNT
+from jaxgoodput.train.start.early_block import COUNT, block_programs
 from jaxgoodput.tune.block_times import SHORT_S
 
 # What a step in a block saves, about: its dispatch and, on a CPU, a fifth of the step, because the loop's
@@ -105,15 +106,16 @@ class Blocks:
     def _fits(self, batch: BatchConfig) -> bool:
         """Whether a compiled block fits into memory: it holds the rows of all its steps."""
         if batch not in self._has_room:
-            need = self.start.now.engine.block_bytes_of(batch.micro_batch_size, COUNT)
-            self._has_room[batch] = self.start.strategies.has_room_for(need)
+            found = map(self.start.now.engine.compiled.peek, self._programs(batch))
+            has_room = self.start.strategies.has_room_for
+            self._has_room[batch] = all(has_room(step_bytes(x)) for x in found if x is not None)
             if not self._has_room[batch]:
                 logging.info("steps of %s run one by one: a block of them does not fit", batch)
         return self._has_room[batch]
 
     def _programs(self, batch: BatchConfig) -> tuple[partial[Program], partial[Program]]:
         """Return the programs that take a block's rows apart, and that run its steps."""
-        cut, steps = self.start.now.engine.block_programs(batch.micro_batch_size, COUNT)
+        cut, steps = block_programs(self.start.now.engine, batch.micro_batch_size, COUNT)
         return cut, steps
 
     def _compare(self, batch: BatchConfig) -> None:
@@ -144,7 +146,7 @@ class Blocks:
 
         def programs_of(size: int) -> Sequence[partial[Program]]:
             is_short = size <= most * batch.micro_batch_size  # if they grow in proportion
-            return engine.block_programs(size, COUNT) if is_short else ()
+            return block_programs(engine, size, COUNT) if is_short else ()
 
         self.start.strategies.compiler(batch.strategy).compile_along(programs_of)
 

@@ -6,6 +6,8 @@ down. What a step computes is known once it is traced. If even a slow processor 
 program is compiled on a thread of its own while the caller compiles the single step.
 """
 
+from functools import partial
+
 import jax
 from absl import logging
 
@@ -13,9 +15,10 @@ from jaxgoodput._jax import looks_for
 from jaxgoodput._worker import Worker
 from jaxgoodput.data.sources import StreamSource
 from jaxgoodput.engine.arithmetic import elementary_work, matrix_flops
+from jaxgoodput.engine.engine import Engine
 from jaxgoodput.engine.programs.program import Program
 from jaxgoodput.goodput.search import BatchConfig
-from jaxgoodput.train.compile_sizes import SizeCompiler
+from jaxgoodput.train.compile_ahead import StrategyCompiler
 from jaxgoodput.train.runs.kinds import is_alone
 from jaxgoodput.train.start.plans import RunSetup
 
@@ -27,6 +30,18 @@ SURELY_SHORT_S = 3e-3
 FLOPS, ADDITIONS = 3e10, 1e10  # per second
 
 
+def block_programs(
+    engine: Engine, size: int, count: int
+) -> tuple[partial[Program], partial[Program]]:
+    """Return the programs that take the rows of `count` steps apart, and that run these steps.
+
+    Each step is one micro-batch of this size, on one replica.
+    """
+    shape, programs = engine.shape(size), engine.programs
+    cut = partial(programs.cut, shape, count=count)
+    return cut, partial(programs.steps, shape, count=count)
+
+
 def is_surely_short(block: Program) -> bool:
     """Return whether the steps of a block surely take a few milliseconds each, at most."""
     jaxpr = block.traced.jaxpr.jaxpr
@@ -35,22 +50,25 @@ def is_surely_short(block: Program) -> bool:
 
 
 class EarlyBlock:
-    """A thread that compiles the block of a new run's base batch, if it surely pays. Close it."""
+    """A thread that compiles the block of a new run's base batch, if it surely pays. Close it.
 
-    def __init__(self, setup: RunSetup):
+    A run that goes on (not `is_new`) may begin with another batch.
+    """
+
+    def __init__(self, setup: RunSetup, *, is_new: bool):
         self._size = setup.config.batch.base
         self._pays = False
         self._worker: Worker | None = None
-        if _may_pay(setup):
+        if is_new and _may_pay(setup):
             self._engine = next(iter(setup.engines.values()))
             self._on_cpu = setup.where.own_devices[0].platform == "cpu"
-            self._programs = self._engine.block_programs(self._size, COUNT)
+            self._programs = block_programs(self._engine, self._size, COUNT)
             self._worker = Worker(
                 "early", self._compile, on_error=_leave, within=self._engine.compiled.settings
             )
 
-    def hand_over(self, compiler: SizeCompiler, batch: BatchConfig) -> None:
-        """Have `compiler` go on, if training begins with the base batch, and the block is known to pay.
+    def hand_over(self, strategies: StrategyCompiler, batch: BatchConfig) -> None:
+        """Have the run's compiler go on, if training begins with the base batch and the block surely pays.
 
         Steps beside what is left to compile are then known to be disturbed.
         """
@@ -59,7 +77,7 @@ class EarlyBlock:
         if batch.global_batch_size != self._size or batch.num_micro_batches > 1:
             self._worker.stop()
         elif self._pays:
-            compiler.compile_soon(self._programs)
+            strategies.compiler(batch.strategy).compile_soon(self._programs)
 
     def close(self, *, wait: bool = True) -> None:
         """Have the thread end; waits for the program that is being compiled, unless told not to."""

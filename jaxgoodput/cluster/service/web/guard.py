@@ -199,7 +199,7 @@ class AccessGuard:
         return None
 
     def _sends_on(self, scope: Scope) -> bool:
-        """Whether somebody with a token sends the body without being asked to."""
+        """Whether the sender has a token and does not wait to be asked for the body."""
         headers = {name.lower(): value for name, value in scope["headers"]}
         return b"expect" not in headers and self._key(scope, headers) is not None
 
