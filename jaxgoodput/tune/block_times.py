@@ -14,7 +14,7 @@ MOST_SAVED = 0.8  # share of a step alone that blocks are believed to save at an
 KEEP = 96  # latest steps that are compared
 ENOUGH, ENOUGH_IN_BLOCKS = 16, 48  # steps of each kind make a comparison
 # How much longer steps in blocks must take to be called slower; the second if both kinds were timed beside
-# compilations, which slow down some more than others. In a loop, convolutions take at least twice as long.
+# compilations, which slow down some more than others. In a loop, convolutions may take much longer.
 MARGIN, MARGIN_BUSY = 0.1, 0.5
 
 

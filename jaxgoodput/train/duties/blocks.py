@@ -3,9 +3,9 @@
 A block is read, put on the device, dispatched and waited for as one; each of its steps has its own result. A
 step that measures the noise, or at which something is due, is dispatched alone, and so are the first steps of
 a size on trial. What blocks have saved at another size is therefore taken off its times, or it would seem
-slower than it will be. If the steps of blocks turn out to take longer than steps
-alone, as convolutions in a loop may on a CPU, blocks pause, ten times as long each time. To be compared, some
-steps are dispatched alone first, beside a compilation and without one.
+slower than it will be. If the steps of blocks take longer than steps alone, twice, as convolutions in a loop
+may on a CPU, blocks pause, ten times as long each time. To be compared, some steps are dispatched alone first,
+beside a compilation and without one.
 
 The compiler fuses a step in a loop in another way than one alone, so that results differ by rounding. When
 blocks begin depends on measured times. A run that nothing measured may change has no blocks
@@ -28,12 +28,12 @@ from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.train.analyst import Analyst
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.prepare import PreparedRun
-from jaxgoodput.train.start.early_block import COUNT, block_programs
+from jaxgoodput.train.start.early_block import COUNT, SAVED_S, block_programs
 from jaxgoodput.tune.block_times import SHORT_S
 
-# What a step in a block saves, about: its dispatch and, on a CPU, a fifth of the step, because the loop's
-# threads take processors from it.
-SAVED_S, SAVED_ON_CPU = 4e-4, 0.2
+# Share of a step that a block saves on a CPU beside its dispatch, about: the loop's threads take processors
+# from a step.
+SAVED_ON_CPU = 0.2
 LOOK_EVERY = 16  # steps
 SETTLED = 16  # steps after which a batch is not only tried
 FIRST_PAUSE = 512  # steps, more than are compared; ten times as many each time
