@@ -3,9 +3,9 @@
 A block is read, put on the device, dispatched and waited for as one; each of its steps has its own result. A
 step that measures the noise, or at which something is due, is dispatched alone, and so are the first steps of
 a size on trial. What blocks have saved at another size is therefore taken off its times, or it would seem
-slower than it will be. If the steps of blocks take longer than steps alone, twice, as convolutions in a loop
-may on a CPU, blocks pause, ten times as long each time. To be compared, some steps are dispatched alone first,
-beside a compilation and without one.
+slower than it will be. If the steps of blocks take longer than steps alone, twice, as convolutions in a
+loop may on a CPU, blocks pause, ten times as long each time. To be compared, some steps are dispatched alone
+first, beside a compilation and without one.
 
 The compiler fuses a step in a loop in another way than one alone, so that results differ by rounding. When
 blocks begin depends on measured times. A run that nothing measured may change has no blocks
