@@ -155,6 +155,9 @@ class QueueWorker(Worker, Generic[Item]):
 
     If `handle` raises, `on_error` hears of it and the next item is handled. Without `on_error` the worker
     ends, drops what waits, and raises at the owner's next `put`, `flush` or `close`.
+
+    Once nothing waits, the thread rests for `rest_s` before it looks again, unless somebody waits for it.
+    Waking a thread costs as much as handling a small item, and those that come meanwhile share it.
     """
 
     def __init__(
@@ -164,8 +167,11 @@ class QueueWorker(Worker, Generic[Item]):
         *,
         on_error: Callable[[BaseException], None] | None = None,
         within: Callable[[], AbstractContextManager[object]] = nullcontext,
+        rest_s: float = 0.0,
     ):
         self._handle = handle
+        self._rest_s = rest_s
+        self._is_awaited = threading.Event()
         # A function in the queue is called instead of handled; None ends the worker.
         self._queue: queue.SimpleQueue[tuple[Item] | Callable[[], None] | None] = (
             queue.SimpleQueue()
@@ -185,6 +191,7 @@ class QueueWorker(Worker, Generic[Item]):
     def call_when_done(self, done: Callable[[], None]) -> None:
         """Call `done` on the worker's thread once everything put so far has been handled."""
         self._queue.put(done)
+        self._is_awaited.set()
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until everything put so far has been handled; False if the worker ended or the time is up."""
@@ -194,7 +201,7 @@ class QueueWorker(Worker, Generic[Item]):
                 "flush() was called on the worker's own thread, which would wait for itself"
             )
         done = threading.Event()
-        self._queue.put(done.set)
+        self.call_when_done(done.set)
         waited_s = 0.0
         while not done.wait(0.05):
             waited_s += 0.05
@@ -207,9 +214,17 @@ class QueueWorker(Worker, Generic[Item]):
         """Ask the worker to end once everything put so far has been handled. Idempotent."""
         super().stop()
         self._queue.put(None)
+        self._is_awaited.set()
+
+    def _next(self) -> tuple[Item] | Callable[[], None] | None:
+        """Wait for what comes next; rests before, if nothing does yet."""
+        if self._rest_s and self._queue.empty():
+            self._is_awaited.wait(self._rest_s)
+            self._is_awaited.clear()  # before looking: what is put from now on sets it again
+        return self._queue.get()
 
     def _handle_all(self, _: Worker) -> None:
-        while (entry := self._queue.get()) is not None:
+        while (entry := self._next()) is not None:
             try:
                 entry() if callable(entry) else self._handle(*entry)
             except BaseException as error:

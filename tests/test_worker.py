@@ -123,3 +123,41 @@ def test_workers_are_forgotten_when_they_end_and_their_errors_are_delivered():
     workers.start(lambda worker: print(worker.wait_stopping()))
     workers.stop()
     assert workers.join(20.0) and not workers._running
+
+
+def test_a_rest_puts_off_what_comes_meanwhile_and_nobody_waits_for_it():
+    handled, first = [], threading.Event()
+    with QueueWorker("test", lambda x: (handled.append(x), first.set()), rest_s=60.0) as worker:
+        worker.flush()  # ends the first rest
+        worker.put(0)
+        assert worker.flush(30.0) and handled == [0]
+        worker.put(1)
+        worker.put(2)
+        time.sleep(0.05)
+        assert handled == [0]  # it rests
+        assert worker.flush(30.0) and handled == [0, 1, 2]
+        done = threading.Event()
+        worker.put(3)
+        worker.call_when_done(done.set)
+        assert done.wait(30.0) and handled == [0, 1, 2, 3]
+        worker.put(4)
+    assert handled == [0, 1, 2, 3, 4]  # closing does not wait, either
+
+
+@given(st.lists(st.sampled_from(["put", "flush", "call", "pause"]), max_size=30))
+@settings(deadline=None, max_examples=30)
+def test_a_resting_worker_handles_everything_in_order_whenever_it_is_asked(asked):
+    handled, wanted, called = [], [], []
+    with QueueWorker("test", handled.append, rest_s=0.002) as worker:
+        for i, what in enumerate(asked):
+            if what == "put":
+                worker.put(i)
+                wanted.append(i)
+            elif what == "flush":
+                assert worker.flush(30.0) and handled == wanted
+            elif what == "call":
+                so_far = len(wanted)
+                worker.call_when_done(lambda n=so_far: called.append((n, len(handled))))
+            else:
+                time.sleep(0.001)
+    assert handled == wanted and all(n == found for n, found in called)

@@ -2,13 +2,14 @@
 
 Making one has two halves, so that reads can overlap. `MicroBatchReader.begin` works out which samples a
 micro-batch holds and begins to read them; `finish` waits for them, checks them, and puts them on the devices.
+Several can be made together, which takes hardly longer than one if they are small.
 Only this process's part is read. Each process computes its part from the same cursor, so none has to ask
 another.
 """
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,19 +60,21 @@ class Places:
 
 @dataclass(frozen=True)
 class PendingRead:
-    """A micro-batch whose samples are still being read."""
+    """Micro-batches whose samples are still being read, together: one, or several whole ones."""
 
     before: Position
     places: Places
-    """Its samples, over all processes."""
+    """Their samples, over all processes."""
     num_mine: int
-    """Number of its samples that this process reads."""
+    """Number of these samples that this process reads."""
     mesh_rows: int
-    """Rows of this process's mesh, with padding."""
+    """Rows of this process's mesh in each, with padding."""
     num_rows: int
-    """Rows of all meshes, with padding."""
+    """Rows of all meshes in each, with padding."""
     sharding: NamedSharding
     reading: Reading
+    count: int = 1
+    """Number of micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -187,41 +190,49 @@ class MicroBatchReader:
         return Places(indices, epochs, Position(after, position.handed_out + count))
 
     def begin(
-        self, position: Position, config: BatchConfig, sharding: NamedSharding
+        self, position: Position, config: BatchConfig, sharding: NamedSharding, count: int = 1
     ) -> PendingRead | ReadFailure | DataEnd:
-        """Begin to read the micro-batch at `position`, without waiting for its samples.
+        """Begin to read `count` micro-batches from `position` on, without waiting for their samples.
 
-        Errors are returned as a ReadFailure, not raised.
+        Begins to read one if there are not so many whole ones. Errors are returned as a ReadFailure, not
+        raised.
         """
         indices = np.empty(0, np.int64)
         try:
-            places = self.places(position, config.num_replicas * config.micro_batch_size)
+            size = config.num_replicas * config.micro_batch_size
+            places = self.places(position, count * size)
+            if count > 1 and (places is None or len(places.indices) < count * size):
+                count, places = 1, self.places(position, size)
             if places is None:
                 return DataEnd()
             indices = places.indices
             # The last micro-batch has as few rows as possible. Pipeline stages divide a micro-batch into a
             # fixed number of parts, so theirs is padded to full size.
             if sharding.mesh.shape.get("stage", 1) == 1:
-                size = -(-len(indices) // config.num_replicas)
+                size = -(-len(indices) // (count * config.num_replicas))
                 config = dataclasses.replace(config, micro_batch_size=size)
             num_meshes, mesh = self.mesh_of(sharding)
             mesh_rows = config.num_replicas // num_meshes * config.micro_batch_size
-            num_mine, reading = self._begin_rows(sharding, mesh_rows, mesh, places)
+            num_rows = mesh_rows * num_meshes
+            num_mine, reading = self._begin_rows(
+                sharding, mesh_rows, [i * num_rows + mesh * mesh_rows for i in range(count)], places
+            )
             return PendingRead(
                 before=position,
                 places=places,
                 num_mine=num_mine,
                 mesh_rows=mesh_rows,
-                num_rows=mesh_rows * num_meshes,
+                num_rows=num_rows,
                 sharding=sharding,
                 reading=reading,
+                count=count,
             )
         except Exception as error:  # raised in the loop when this micro-batch is due
             return ReadFailure.of(error, position, indices)
 
     def finish(
         self, pending: PendingRead | ReadFailure | DataEnd
-    ) -> Portion | ReadFailure | DataEnd:
+    ) -> list[Portion] | ReadFailure | DataEnd:
         """Wait for the samples that `begin` began to read, and put them on the devices.
 
         Errors are returned as a ReadFailure, not raised. A ReadFailure or DataEnd is returned as it is.
@@ -230,18 +241,32 @@ class MicroBatchReader:
             return pending
         began_s = self.clock.now()
         try:
-            micro_batch = self._assembled(
-                pending.reading, pending.num_mine, pending.sharding, pending.mesh_rows
+            found = self._assembled(
+                pending.reading, pending.num_mine, pending.sharding, pending.mesh_rows, pending.count
             )
-            return Portion(
-                micro_batch=micro_batch,
-                num_rows=pending.num_rows,
-                indices=pending.places.indices,
-                after=pending.places.after,
-                read_s=0.0 if self.readers.are_threads else self.clock.now() - began_s,
-            )
+            read_s = 0.0 if self.readers.are_threads else self.clock.now() - began_s
+            return list(self._portions(pending, found, read_s / pending.count))
         except Exception as error:  # raised in the loop when this micro-batch is due
             return ReadFailure.of(error, pending.before, pending.places.indices)
+
+    def _portions(
+        self, pending: PendingRead, found: Sequence[MicroBatch], read_s: float
+    ) -> Iterator[Portion]:
+        """Yield each of the micro-batches that were read together, with its samples."""
+        before, places = pending.before, pending.places
+        size = len(places.indices) // pending.count
+        for i, micro_batch in enumerate(found):
+            after, done = places.after, (i + 1) * size
+            if i + 1 < pending.count:
+                cursor = before.cursor.later(done, self.dataset_size)
+                after = Position(cursor, before.handed_out + done)
+            yield Portion(
+                micro_batch=micro_batch,
+                num_rows=pending.num_rows,
+                indices=places.indices[done - size : done],
+                after=after,
+                read_s=read_s,
+            )
 
     def read_part(
         self, part: int, places: Places, sharding: NamedSharding, num_rows: int
@@ -250,37 +275,50 @@ class MicroBatchReader:
 
         If the batch has fewer rows, the rest is padding. Raises what reading raises.
         """
-        num_mine, reading = self._begin_rows(sharding, num_rows, part, places)
-        return self._assembled(reading, num_mine, sharding, num_rows)
+        num_mine, reading = self._begin_rows(sharding, num_rows, [part * num_rows], places)
+        (found,) = self._assembled(reading, num_mine, sharding, num_rows)
+        return found
 
     def _begin_rows(
-        self, sharding: NamedSharding, num_rows: int, part: int, places: Places
+        self, sharding: NamedSharding, num_rows: int, firsts: Sequence[int], places: Places
     ) -> tuple[int, Reading]:
-        """Begin to read the rows that this process holds of a part; return how many of them are samples."""
+        """Begin to read the rows that this process holds of parts that begin at rows `firsts`.
+
+        Returns how many of them are samples.
+        """
         held, _ = self.whole(sharding, num_rows)
-        rows = part * num_rows + held
+        rows = np.concatenate([first + held for first in firsts])
         mine = rows[rows < len(places.indices)]
         # If rows are missing, one more sample is read to pad with, even if there is no other.
         wanted = mine if len(mine) == len(rows) else np.append(mine, 0)
         return len(mine), self.readers.begin(places.indices[wanted], places.epochs[wanted])
 
     def _assembled(
-        self, reading: Reading, num_mine: int, sharding: NamedSharding, num_rows: int
-    ) -> MicroBatch:
+        self,
+        reading: Reading,
+        num_mine: int,
+        sharding: NamedSharding,
+        num_rows: int,
+        count: int = 1,
+    ) -> list[MicroBatch]:
+        """Wait for the rows of `count` micro-batches, and put them on the devices, in one call."""
         held, full_mask = self.whole(sharding, num_rows)
-        num_padded = len(held) - num_mine
+        num_padded = count * len(held) - num_mine
         rows = reading.result()
         self._kind = check_same_kind(rows, self._kind, num_mine + bool(num_padded))
-        rows = narrow(rows)
+        rows, mask = narrow(rows), full_mask
         if num_padded:
             filled = _padded(held, num_mine, sharding.shard_shape((num_rows,))[0])
             rows = jax.tree.map(lambda x: x[filled], rows)
-        data, mask = put_rows(rows, held, sharding, num_rows=num_rows), full_mask
-        if num_padded:
             ones = (np.arange(len(held)) < num_mine).astype(np.float32)
             mask = put_rows(ones, held, sharding, num_rows=num_rows)
-        on_host = None if self.on_host is None else self.on_host(rows)
-        return MicroBatch(data=data, mask=mask, on_host=on_host)
+        each = [rows] if count == 1 else _split(rows, count)
+        placed = put_rows(each, held, sharding, num_rows=num_rows)
+        on_host = self.on_host or (lambda rows: None)
+        return [
+            MicroBatch(data=data, mask=mask, on_host=on_host(rows))
+            for data, rows in zip(placed, each, strict=True)
+        ]
 
     def whole(self, sharding: NamedSharding, num_rows: int) -> tuple[np.ndarray, Array]:
         """Return which of `num_rows` rows this process holds, and a mask of ones, which is made once.
@@ -298,6 +336,13 @@ class MicroBatchReader:
                     self._held.pop(next(iter(self._held)))
             self._held[key] = found
         return found
+
+
+def _split(rows: PyTree[np.ndarray], count: int) -> list[PyTree[np.ndarray]]:
+    """Split rows into `count` equal parts, one behind the other; without copying."""
+    leaves, structure = jax.tree.flatten(rows)
+    parts = zip(*(np.split(leaf, count) for leaf in leaves), strict=True)
+    return [jax.tree.unflatten(structure, part) for part in parts]
 
 
 def _padded(held: np.ndarray, num_mine: int, replica_rows: int) -> np.ndarray:

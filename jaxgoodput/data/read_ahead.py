@@ -6,7 +6,8 @@ a micro-batch changes, everything that was read ahead is dropped, and reading re
 micro-batch is a run of consecutive samples, so a change of `num_micro_batches` alone drops nothing.
 
 If several threads read the source (`readers`), reads of later micro-batches begin before the first one is
-finished.
+finished. If a single thread reads it, in no time, several small micro-batches are read and put on the devices
+together: beside short steps, waking a thread and calling JAX takes longer than reading.
 """
 
 import threading
@@ -17,6 +18,7 @@ from typing import TypeVar
 
 import jax
 import numpy as np
+from absl import logging
 from jax.sharding import NamedSharding
 
 from jaxgoodput._jax import settings_here
@@ -35,6 +37,8 @@ from jaxgoodput.goodput.search import BatchConfig
 T = TypeVar("T")
 
 MEANWHILE_S = 0.1  # between two calls of `meanwhile`
+# Micro-batches that are read together, at most, how long that may take, and how much they may hold.
+TOGETHER, QUICK_S, SMALL_BYTES = 8, 5e-3, 2**20
 
 Pending = deque[PendingRead | ReadFailure | DataEnd]
 
@@ -65,6 +69,8 @@ class ReadAhead:
         self._head = position  # first sample not handed out
         self._tail = position  # first sample not read
         self._queue: deque[Portion | ReadFailure | DataEnd] = deque()
+        self._count = 1  # micro-batches to read together next
+        self._has_failed = False  # whether reading several together has failed
 
     @property
     def head(self) -> Position:
@@ -177,6 +183,7 @@ class ReadAhead:
         self._head = self._tail = position
         self._config = None
         self._queue.clear()
+        self._count = 1
         self._generation += 1
 
     def _is_ready(self, count: int) -> bool:
@@ -190,7 +197,8 @@ class ReadAhead:
         """Return how many more micro-batches the queue of micro-batches read ahead may take."""
         if self._config is None or self._has_ended():
             return 0
-        return self._num_batches * self._config.num_micro_batches - len(self._queue)
+        most = max(self._num_batches * self._config.num_micro_batches, self._count // 2)
+        return most - len(self._queue)
 
     def _may_begin(self, pending: Pending) -> bool:
         """Return whether to begin to read another micro-batch after `pending` was begun."""
@@ -203,13 +211,35 @@ class ReadAhead:
         num_reads = sum(len(one.reading.reads) for one in pending if isinstance(one, PendingRead))
         return len(pending) < self._room() or num_reads < 2 * readers.num_threads
 
-    def _append(self, entry: Portion | ReadFailure | DataEnd, generation: int) -> None:
+    def _append(
+        self, found: list[Portion] | ReadFailure | DataEnd, generation: int, *, count: int = 1
+    ) -> None:
+        """Take in what was found when `count` micro-batches were read together."""
         if generation != self._generation:
             return  # read for a configuration that is no longer wanted
-        if isinstance(entry, Portion):
-            self._tail = entry.after
-        self._queue.append(entry)
+        if isinstance(found, list):
+            self._tail = found[-1].after
+            self._count = self._next_count(found)
+            self._queue.extend(found)
+        elif isinstance(found, ReadFailure) and count > 1 and isinstance(found.error, Exception):
+            # Those before the one that fails are handed out, and it is named.
+            self._count, self._has_failed = 1, True
+            logging.warning("Micro-batches are read one by one from here on. %s", found.message)
+        else:
+            self._queue.append(found)
         self._changed.notify_all()
+
+    def _next_count(self, found: list[Portion]) -> int:
+        """Return how many micro-batches to read together after `found`: twice as many if that was quick."""
+        reader = self._reader
+        is_one = reader.is_stream or reader.readers.are_threads or self._num_batches == 0
+        if is_one or self._has_failed:
+            return 1
+        num_bytes = sum(x.nbytes for x in jax.tree.leaves(found[0].micro_batch.data))
+        limits = (2 * len(found), TOGETHER, SMALL_BYTES // max(num_bytes, 1))
+        if found[0].read_s > 0:
+            limits = (*limits, int(QUICK_S / found[0].read_s))
+        return max(min(limits), 1)
 
     # -- filling the queue -----------------------------------------------------------------------
 
@@ -233,11 +263,12 @@ class ReadAhead:
                 generation = self._generation
                 begins, finishes = self._may_begin(pending), bool(pending) and self._room() > 0
                 config, sharding, position = self._config, self._sharding, self._tail
+                count = self._count
                 if pending and isinstance(pending[-1], PendingRead):
                     position = pending[-1].places.after
             if begins:
                 assert config is not None  # otherwise there is no room
-                begin = partial(self._reader.begin, position, config, sharding)
+                begin = partial(self._reader.begin, position, config, sharding, count)
                 pending.append(_caught(begin, position))
             elif finishes:
                 self._finish(pending, generation)
@@ -249,13 +280,15 @@ class ReadAhead:
 
     def _finish(self, pending: Pending, generation: int) -> None:
         first = pending.popleft()
-        before = first.before if isinstance(first, PendingRead) else self._tail
-        entry = _caught(partial(self._reader.finish, first), before)
-        if not isinstance(entry, Portion):
+        before, count = self._tail, 1
+        if isinstance(first, PendingRead):
+            before, count = first.before, first.count
+        found = _caught(partial(self._reader.finish, first), before)
+        if not isinstance(found, list):
             _drop(pending)  # nothing behind a failure or the end is wanted
         with self._changed:
             if not self._is_closed:
-                self._append(entry, generation)
+                self._append(found, generation, count=count)
         # On return, no reference to the micro-batch is left here: the loop alone decides when it is freed.
 
 

@@ -47,6 +47,7 @@ from jaxgoodput.tune.verdict import PROBE_STEPS, Caution, Situation, StrategyOpt
 # to 2.3 times as long before the compiler's threads yielded, and elsewhere they still may, so only a change
 # that promises to double the goodput is believed.
 UNKNOWN_DOUBT = 1.0
+REST_S = 0.02  # at least, between two looks at finished steps: short ones are dealt with together
 CONSIDER_EVERY = 16  # steps between two looks at whether compiling another size pays
 
 
@@ -122,7 +123,7 @@ class Analyst:
             clock=clock,
         )
         self._worker: QueueWorker[StepResult | TunerAnswer | Event] = QueueWorker(
-            "analyst", self._handle, on_error=on_error
+            "analyst", self._handle, on_error=on_error, rest_s=REST_S
         )
         self._tuner = tuner(self._worker.put, on_error)
 

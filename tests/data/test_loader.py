@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.data.cursor import Cursor, take
 from jaxgoodput.data.loader import Loader
+from jaxgoodput.data.read_ahead import SMALL_BYTES, TOGETHER
 from jaxgoodput.data.sources import Source, StreamSource, abstract_sample, as_source
 from jaxgoodput.goodput.search import BatchConfig
 
@@ -399,7 +400,7 @@ def test_weighted_means_over_padded_batches_are_those_of_the_samples():
 
 
 class Gate(Source):
-    """Samples that are their indices, a log of the reads, and a door that opens `limit` times."""
+    """Samples that are their indices, a log of the reads, and a door for the first `limit` samples."""
 
     def __init__(self, size=1000, limit=10**9):
         self.size = size
@@ -414,13 +415,13 @@ class Gate(Source):
         with self.changed:
             self.reads.append(len(indices))
             self.changed.notify_all()
-            turn = len(self.reads)
+            turn = sum(self.reads)
             assert self.changed.wait_for(lambda: turn <= self.limit, timeout=60)
         return {"id": indices}
 
-    def wait_for_reads(self, count):
+    def wait_for_samples(self, count):
         with self.changed:
-            assert self.changed.wait_for(lambda: len(self.reads) >= count, timeout=60)
+            assert self.changed.wait_for(lambda: sum(self.reads) >= count, timeout=60)
 
     def open(self):
         with self.changed:
@@ -432,21 +433,68 @@ def test_reads_run_ahead_by_the_prefetch_depth_and_no_further():
     gate = Gate()
     with loader_of(gate, prefetch=2) as loader:
         loader.next(config_of(2, 3))
-        gate.wait_for_reads(3 + 2 * 3)
+        gate.wait_for_samples(12 + 2 * 12)
         loader.next(config_of(2, 3))
-        gate.wait_for_reads(6 + 2 * 3)
-        # Full again: the thread is idle until the next batch is taken.
+        gate.wait_for_samples(24 + 2 * 12)
+        # Full again: the thread is idle until the next batch is taken. It may have read as many as it reads
+        # together beyond that.
+        most = 24 + 2 * 12 + (TOGETHER - 1) * 4
         with gate.changed:
-            assert not gate.changed.wait_for(lambda: len(gate.reads) > 12, timeout=0.05)
+            assert not gate.changed.wait_for(lambda: sum(gate.reads) > most, timeout=0.05)
+
+
+def test_large_micro_batches_are_read_one_by_one_and_no_further_than_the_prefetch_depth():
+    read = []
+
+    class Large(Gate):
+        def batch(self, indices):
+            read.append(len(indices))
+            return {"x": np.zeros((len(indices), SMALL_BYTES // 8), np.float32)}
+
+    with loader_of(Large(), prefetch=2) as loader:
+        for _ in range(4):
+            loader.next(config_of(2))
+    assert set(read) == {4} and len(read) <= 4 + 2 + 1
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=12),
+    st.integers(0, 79),
+    st.integers(80, 90),
+)
+def test_a_sample_that_fails_is_named_whatever_was_read_together(configs, bad, size):
+    """All batches before it are handed out, and the error names the samples of its own micro-batch."""
+
+    class Broken(Gate):
+        def batch(self, indices):
+            if bad in indices:
+                raise ValueError("broken")
+            return {"id": indices}
+
+    taken = 0
+    with loader_of(Broken(size), shuffle=False) as loader:
+        for rows, count in configs * 6:
+            num_rows = 2 * rows * count
+            wanted = np.arange(taken, taken + num_rows) % size
+            if bad not in wanted:
+                np.testing.assert_array_equal(loader.next(config_of(rows, count)).indices, wanted)
+                taken += num_rows
+                continue
+            first = int(np.flatnonzero(wanted == bad)[0]) // (2 * rows) * 2 * rows
+            shown = ", ".join(map(str, wanted[first : first + 2 * rows]))
+            with pytest.raises(RuntimeError, match=f"samples {shown} .*broken"):
+                loader.next(config_of(rows, count))
+            return
 
 
 def test_what_was_prefetched_is_handed_out_while_the_source_hangs():
-    gate = Gate(limit=3 * 3)
+    gate = Gate(limit=7 * 4)
     with loader_of(gate, prefetch=2) as loader:
-        batches = drain(loader, [config_of(2, 3)] * 3)
-        gate.wait_for_reads(10)  # hangs
+        batches = drain(loader, [config_of(2, 3)] * 2)
+        gate.wait_for_samples(7 * 4 + 1)  # hangs
         gate.open()
-        batches += drain(loader, [config_of(2, 3)])
+        batches += drain(loader, [config_of(2, 3)] * 2)
     np.testing.assert_array_equal(ids(batches), take(Cursor(0), 1000, 48)[0])
 
 
@@ -977,7 +1025,7 @@ def test_a_waiting_loop_is_woken_by_close():
 
     consumer = threading.Thread(target=consume)
     consumer.start()
-    gate.wait_for_reads(1)
+    gate.wait_for_samples(1)
     closer = threading.Thread(target=loader.close)
     closer.start()
     consumer.join(60)
@@ -989,11 +1037,11 @@ def test_a_waiting_loop_is_woken_by_close():
 
 def test_a_read_that_never_ends_is_left_behind_with_a_warning(monkeypatch):
     monkeypatch.setattr("jaxgoodput.data.loader.CLOSE_TIMEOUT_S", 0.01)
-    gate = Gate(limit=1)
+    gate = Gate(limit=4)
     loader = loader_of(gate)
     loader.next(config_of(2))
     (thread,) = [t for t in threading.enumerate() if t.name == "jaxgoodput-loader"]
-    gate.wait_for_reads(2)
+    gate.wait_for_samples(5)
     with pytest.warns(ResourceWarning, match="cannot be interrupted"):
         loader.close()
     gate.open()
