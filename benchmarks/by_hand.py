@@ -40,7 +40,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -358,14 +358,17 @@ def train_by_fit(
     referee = task.referee = Referee(workload.every, target, clock)
     listener = Listener(referee)
     listener.trainer, task.hooks = task, (listener,)
-    build = Programs.step
 
-    @functools.wraps(build)
-    def build_first(*args: Any, **kwargs: Any) -> Any:
-        clock.begin()
-        return build(*args, **kwargs)
+    def beginning(build: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(build)
+        def build_first(*args: Any, **kwargs: Any) -> Any:
+            clock.begin()
+            return build(*args, **kwargs)
 
-    with mock.patch.object(Programs, "step", build_first):
+        return build_first
+
+    first = {name: beginning(getattr(Programs, name)) for name in ("step", "steps")}
+    with mock.patch.multiple(Programs, **first):
         task.fit()
     loop: RefereedLoop = task.own_loop
     if not loop.over:

@@ -11,7 +11,7 @@ whole of it.
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -62,6 +62,9 @@ class StepBatch:
     """Parts that this process takes, instead of `micro_batches`. Each is read when it is asked for."""
     count: int = 1
     """Updates that are made of it, one after the other: see `Loader.next_block`."""
+    first: int | None = None
+    """Number of the first of these updates among those for which its micro-batch has the rows; None if it
+    has the rows of this batch alone."""
     read_s: float = 0.0
     """Seconds that the loader's thread spent reading this process's part, mostly in the background. 0 for
     parts and if several threads read, whose time is not known."""
@@ -227,27 +230,30 @@ class Loader:
         wide = dataclasses.replace(config, micro_batch_size=count * config.micro_batch_size)
         block = self._next(wide, count, meanwhile)
         assert block is not None and block.num_samples == wide.global_batch_size
-        return dataclasses.replace(block, config=config)
+        return dataclasses.replace(block, config=config, first=0)
 
-    def apart(self, block: StepBatch, cut: Callable[[PyTree], Sequence[PyTree]]) -> list[StepBatch]:
-        """Return the batches of a block one by one; `cut` gives the rows of each."""
-        (wide,), size = block.micro_batches, block.config.global_batch_size
-        cursors, found = self.cursors_in(block), []
-        for i, data in enumerate(cut(wide.data)):
-            _, mask = self._reader.whole(self._ahead.sharding, size)
-            found.append(
+    def split(self, block: StepBatch, count: int) -> tuple[StepBatch, StepBatch | None]:
+        """Return the first `count` updates of a block, and the rest if any; both have the rows of all."""
+        if count == block.count:
+            return block, None
+        assert 0 < count < block.count and block.first is not None
+        cursors, size = self.cursors_in(block), block.config.global_batch_size
+        parts = []
+        for begin, end in ((0, count), (count, block.count)):
+            parts.append(
                 dataclasses.replace(
                     block,
-                    micro_batches=(MicroBatch(data=data, mask=mask),),
-                    count=1,
-                    num_samples=size,
-                    before=cursors[i],
-                    after=cursors[i + 1],
-                    wait_s=0.0 if i else block.wait_s,
-                    indices=block.indices[i * size : (i + 1) * size],
+                    count=end - begin,
+                    first=block.first + begin,
+                    num_samples=(end - begin) * size,
+                    before=cursors[begin],
+                    after=cursors[end],
+                    wait_s=0.0 if begin else block.wait_s,
+                    read_s=block.read_s * (end - begin) / block.count,
+                    indices=block.indices[begin * size : end * size],
                 )
             )
-        return found
+        return parts[0], parts[1]
 
     def cursors_in(self, batch: StepBatch) -> list[Cursor]:
         """Return the places before, between and behind the updates that a batch is for."""

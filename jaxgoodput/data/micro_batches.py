@@ -242,7 +242,11 @@ class MicroBatchReader:
         began_s = self.clock.now()
         try:
             found = self._assembled(
-                pending.reading, pending.num_mine, pending.sharding, pending.mesh_rows, pending.count
+                pending.reading,
+                pending.num_mine,
+                pending.sharding,
+                pending.mesh_rows,
+                pending.count,
             )
             read_s = 0.0 if self.readers.are_threads else self.clock.now() - began_s
             return list(self._portions(pending, found, read_s / pending.count))

@@ -41,6 +41,12 @@ def elementary_work(jaxpr: Jaxpr) -> float:
     return _total(jaxpr, _work_of)
 
 
+def primitives(jaxpr: Jaxpr) -> set[str]:
+    """Return the names of all operations of a traced program, also those inside of others."""
+    inner = (primitives(j) for one in jaxpr.eqns for j in jaxprs_in_params(one.params))
+    return {one.primitive.name for one in jaxpr.eqns}.union(*inner)
+
+
 def _work_of(one: JaxprEqn) -> float:
     name = one.primitive.name
     if name == "while":

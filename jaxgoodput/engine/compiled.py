@@ -22,6 +22,7 @@ from jaxgoodput.parallel.move import Move
 from jaxgoodput.parallel.once import Once
 
 P = ParamSpec("P")
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -47,6 +48,7 @@ class ProgramCache:
         self._digests = Once()
         self._flops: dict[Hashable, float] = {}
         self._seconds: dict[Hashable, float] = {}
+        self._traced: dict[Hashable, tuple[Program, float]] = {}  # and the seconds that took
         self._clock = SystemClock()
 
     def __call__(
@@ -59,34 +61,30 @@ class ProgramCache:
         key = _key(build, args, kwargs)
         return self._once(key, lambda: self._made(key, lambda: build(*args, **kwargs)))
 
-    def compile_if(
-        self, wanted: Callable[[Program], bool], program: functools.partial[Program]
-    ) -> bool:
-        """Compile a program on this thread if `wanted` says so, once it is traced; returns what it says."""
-        began_s = self._clock.now()
+    def look_at(self, program: functools.partial[Program]) -> Program:
+        """Return what `program` builds, traced. If it is compiled next, it is not traced again."""
+        key, began_s = _key(program, (), {}), self._clock.now()
         with self.settings():
             made = program()
-            if not wanted(made):
-                return False
-        key = _key(program, (), {})
-        self._once(key, lambda: self._made(key, lambda: made, began_s))
-        return True
+            assert made.traced is not None
+        self._traced[key] = made, self._clock.now() - began_s
+        return made
 
-    def _made(
-        self, key: Hashable, build: Callable[[], Compilable[T_co]], began_s: float | None = None
-    ) -> T_co:
-        """Return the executable of what `build` returns, and note what is known of it under `key`.
-
-        `began_s` is when tracing it began, if it was traced before.
-        """
-        began_s = self._clock.now() if began_s is None else began_s
+    def _made(self, key: Hashable, build: Callable[[], Compilable[T_co]]) -> T_co:
+        """Return the executable of what `build` returns, and note what is known of it under `key`."""
+        began_s = self._clock.now()
         with self.settings():
-            program = build()
+            program, traced_s = self._built(key, build)
             made = program.compile()
-        self._seconds[key] = self._clock.now() - began_s
+        self._seconds[key] = self._clock.now() - began_s + traced_s
         if isinstance(program, Program):  # it is traced already, so counting is cheap
             self._flops[key] = matrix_flops(program.traced.jaxpr.jaxpr)
         return made
+
+    def _built(self, key: Hashable, build: Callable[[], T]) -> tuple[T, float]:
+        """Return what `build` builds, and how long it took if `look_at` has traced it before."""
+        found: Any = self._traced.pop(key, None)
+        return (build(), 0.0) if found is None else found
 
     def peek(
         self, build: Callable[P, Compilable[T_co]], *args: P.args, **kwargs: P.kwargs
@@ -120,11 +118,11 @@ class ProgramCache:
         def make() -> str:
             began_s = self._clock.now()
             with self.settings():
-                made = program()
+                made, traced_s = self._built(key, program)
                 lowered = made.lower()
                 self._flops[key] = matrix_flops(made.traced.jaxpr.jaxpr)
                 self._once(key, functools.partial(made.compiled, lowered))
-            self._seconds.setdefault(key, self._clock.now() - began_s)
+            self._seconds.setdefault(key, self._clock.now() - began_s + traced_s)
             return hashlib.sha256(lowered.as_text().encode()).hexdigest()
 
         return self._digests(key, make)

@@ -37,7 +37,7 @@ from jaxgoodput.engine.compiled import Moves, ProgramCache
 from jaxgoodput.engine.loss_checks import LossChecks, has_constraints
 from jaxgoodput.engine.memory import step_bytes
 from jaxgoodput.engine.programs.elastic import ElasticPrograms, GroupPrograms
-from jaxgoodput.engine.programs.families import GlobalPrograms, Programs, SeparatePrograms
+from jaxgoodput.engine.programs.families import BLOCK, GlobalPrograms, Programs, SeparatePrograms
 from jaxgoodput.engine.programs.keyless import KeylessCaller
 from jaxgoodput.engine.programs.program import Program, SampleShape
 from jaxgoodput.engine.programs.rows import RowProblem, RowPrograms, WithRows
@@ -263,19 +263,22 @@ class Engine:
         """Return the state's shapes and types, with this layout's shardings."""
         return self.programs.abstract_state()
 
-    def read_all(self, packed: Array) -> list[tuple[StepMetrics[float], np.ndarray]]:
-        """Fetch the metrics of the steps that were dispatched together, as `read` does for one."""
-        return (
-            list(map(self.read, self._fetched(packed))) if packed.ndim > 1 else [self.read(packed)]
-        )
+    def read_all(self, packed: Array, count: int) -> list[tuple[StepMetrics[float], np.ndarray]]:
+        """Fetch the metrics of `count` steps that were dispatched together, as `read` does for one."""
+        if packed.ndim == 1:
+            return [self.read(packed)]
+        return list(map(self.read, self._fetched(packed)[:count]))
 
     def read(self, packed: Array | np.ndarray) -> tuple[StepMetrics[float], np.ndarray]:
         """Fetch a step's metrics, and the sum of all processes' control vectors (empty in one process).
+
+        Of a block's, it reads the first.
 
         Waits for the step that computes them.
         """
         programs = self.programs
         vector = self._fetched(packed)
+        vector = vector[0] if vector.ndim > 1 else vector
         return StepMetrics.unpacked(vector, programs.aux_names, len(programs.param_groups))
 
     def _fetched(self, packed: Array | np.ndarray) -> np.ndarray:
@@ -293,11 +296,11 @@ class Engine:
         return self.programs.training(self.shape(size), accumulate=accumulate)
 
     def last_programs(self, size: Size, *, alone: bool) -> tuple[partial[Program], ...]:
-        """Return the program of a batch's last micro-batch with a size of its own.
+        """Return the programs of a batch's last micro-batch with a size of its own.
 
         `alone` says that it is the only one of its batch.
         """
-        return (self.programs.last(self.shape(size), alone=alone),)
+        return self.programs.last(self.shape(size), alone=alone)
 
     def measuring_programs(self, size: Size) -> tuple[partial[Program], ...]:
         """Return the programs that measure the noise of a batch of one micro-batch."""
@@ -316,7 +319,7 @@ class Engine:
 
         It covers model, optimizer and layout, but no values.
         """
-        return self.compiled.digest(partial(self.programs.step, self.shape(size), measure=False))
+        return self.compiled.digest(self.programs.plain(self.shape(size)))
 
     def compile(
         self, sizes: Sequence[Size], *, accumulate: bool = True, measure: bool = True
@@ -399,7 +402,7 @@ class Engine:
         Counted in the program of a micro-batch of this size, without what measuring the noise adds.
         """
         shape = self.shape(size)
-        flops = self.compiled.flops(self.programs.last(shape, alone=True))
+        flops = self.compiled.flops(self.programs.plain(shape))
         num_samples = self.layout.num_replicas * shape.micro_batch_size
         return math.nan if flops is None else flops / num_samples / 1e12
 
@@ -498,7 +501,8 @@ class Engine:
     ) -> tuple[TrainState, Array]:
         """Run the last micro-batch and the update in one executable. Not for an elastic job.
 
-        Returns the new state and the metrics vector, followed by the sum of every process's `control`.
+        Returns the new state and the metrics vector, followed by the sum of every process's `control`; or
+        those of a block, of which it is the first, if it `Programs.loops`.
         `measure` takes a noise sample, if a batch of one micro-batch of this size allows it (`can_measure`).
         Donates the state.
         """
@@ -521,25 +525,57 @@ class Engine:
             work.consume()
             return state, metrics
         measure = measure and self.programs.can_measure(shape.micro_batch_size)
+        if not measure and self.programs.loops(shape):
+            wide = self.compiled(self.programs.widened, shape)(batch, mask)
+            return self.steps(state, *wide, count=1)
         run = self.compiled(self.programs.step, shape, measure=measure)
         state, metrics = self._call_keyless(run, state, *inputs)
         return state, metrics
 
-    def steps(
-        self, state: TrainState, batch: PyTree, mask: Array, *, count: int
-    ) -> tuple[TrainState, Array]:
-        """Run `count` steps of one micro-batch in one executable, on one replica of one process.
+    def block_programs(self, size: Size) -> tuple[partial[Program], ...]:
+        """Return the programs that take a step's rows from a block's, and that run blocks of this size."""
+        shape = self.shape(size)
+        return partial(self.programs.narrowed, shape), partial(self.programs.steps, shape)
 
-        `batch` and `mask` have the rows of all steps, one after the other. Returns the new state and the
-        metrics vectors, `[count, numbers]`. Donates the state. No step takes a noise sample.
+    def steps(
+        self, state: TrainState, batch: PyTree, mask: Array, *, first: int = 0, count: int = BLOCK
+    ) -> tuple[TrainState, Array]:
+        """Run `count` steps of one micro-batch each in one executable, on one replica of one process.
+
+        `batch` and `mask` have the rows of the `BLOCK` steps of a block, one after the other. `first` is the
+        number of the first one to run; without `Programs.splits_blocks` all are. Returns the new state and
+        the metrics vectors, `[BLOCK, numbers]`, of which `count` are used. Donates the state. No step takes a
+        noise sample.
         """
         state.require_alive()
-        wide = self._shape_of(batch, mask)
-        size = wide.micro_batch_size // count
-        shape = dataclasses.replace(wide, micro_batch_size=size)
-        run = self.compiled(self.programs.steps, shape, count=count)
-        state, metrics = self._call_keyless(run, state, batch, mask, *self._numbers)
+        shape, bounds = self._step_shape(batch, mask), ()
+        if self.programs.splits_blocks:
+            bounds = self._counts[first], self._counts[count]
+        elif count != BLOCK:
+            raise ValueError(
+                f"steps() runs all {BLOCK} steps of a block on this device, and got count={count}. Take the "
+                "rows of single ones with step_rows(), and call step()."
+            )
+        run = self.compiled(self.programs.steps, shape)
+        state, metrics = self._call_keyless(run, state, batch, mask, *bounds, *self._numbers)
         return state, metrics
+
+    def step_rows(self, batch: PyTree, mask: Array, number: int) -> tuple[PyTree, Array]:
+        """Return the batch and mask of one step, from those of a block's steps."""
+        narrowed = self.compiled(self.programs.narrowed, self._step_shape(batch, mask))
+        batch, mask = narrowed(batch, mask, self._counts[number])
+        return batch, mask
+
+    def _step_shape(self, batch: PyTree, mask: Array) -> SampleShape:
+        """Return the shape of a step, from the batch and mask of a block."""
+        wide = self._shape_of(batch, mask)
+        return dataclasses.replace(wide, micro_batch_size=wide.micro_batch_size // BLOCK)
+
+    @cached_property
+    def _counts(self) -> list[Array]:
+        """The numbers from 0 to `BLOCK`, on the devices."""
+        with jax.transfer_guard("allow"):
+            return jax.device_put([np.int32(i) for i in range(BLOCK + 1)], self.layout.replicated)
 
     def step_with_rows(
         self,

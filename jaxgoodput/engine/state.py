@@ -364,6 +364,12 @@ class StepMetrics(Generic[Number]):
         return one_vector([*map(jnp.asarray, jax.tree.leaves(self))], jnp.float32)
 
     @staticmethod
+    def num_packed(aux_names: Sequence[str], num_groups: int) -> int:
+        """Return how many numbers `packed` packs."""
+        kinds, _ = _kinds_with(tuple(aux_names))
+        return sum(num_groups if kind is np.ndarray else 1 for kind in kinds)
+
+    @staticmethod
     def unpacked(
         vector: np.ndarray, aux_names: Sequence[str], num_groups: int
     ) -> tuple["StepMetrics[float]", np.ndarray]:

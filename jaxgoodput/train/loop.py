@@ -501,8 +501,8 @@ class Loop:
         self._ending.error = self._ending.error or error
         self.requests.interrupt("a hook failed")
 
-    def _read(self, metrics: Array) -> list[tuple[StepMetrics[float], np.ndarray]]:
-        return self.now.engine.read_all(metrics)
+    def _read(self, metrics: Array, count: int) -> list[tuple[StepMetrics[float], np.ndarray]]:
+        return self.now.engine.read_all(metrics, count)
 
     def _on_result(self, result: StepResult) -> None:
         self._refusals.note(result)

@@ -52,7 +52,7 @@ from jaxgoodput.train.start.checks import (
 )
 from jaxgoodput.train.start.compiler_threads import make_compiler_yield
 from jaxgoodput.train.start.earlier import begin_as_earlier, memory_of
-from jaxgoodput.train.start.early_block import EarlyBlock
+from jaxgoodput.train.start.looping import ShortSteps
 from jaxgoodput.train.start.plans import RunSetup, budget_of, set_up
 from jaxgoodput.train.start.problem import TaskInputs, evaluator_of
 from jaxgoodput.train.start.restoring import (
@@ -162,8 +162,7 @@ def prepare(
         Opener.connected(inputs.tables.plans, inputs.config.workdir, setup.where, inputs.clock)
     )
     restorer = Restorer(setup, checkpoints, opener, data, ledger)
-    early = EarlyBlock(setup, is_new=kept is None and checkpoints.newest() is None)
-    stack.callback(lambda: early.close(wait=requests.signal is None))
+    short = ShortSteps(setup)
     restored = restorer.restore(kept)
     tables = restorer.tables or {}
     for table in tables.values():
@@ -181,7 +180,7 @@ def prepare(
     evaluator = _evaluation(setup, beginning, tables, ledger)
     values = _value_checks(beginning, ledger)
     strategies, compile_s = _compile_first(setup, beginning, evaluator, values, stack, ledger)
-    early.hand_over(strategies, beginning.batch)
+    short.compile_soon(strategies, beginning.batch)
     loader = _open_data(setup, beginning, data, stack)
     feed = inputs.tables.feed(opener, tables, loader, inputs.config)
     stack.callback(feed.close)

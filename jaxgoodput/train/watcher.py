@@ -61,13 +61,13 @@ class StepResult:
 class Watcher:
     """A thread that waits for dispatched steps (tickets), in order, and reads their metrics.
 
-    `read` fetches the metrics of the steps that were dispatched together, and `on_result` is called with each
-    result, both on the thread.
+    `read` fetches the metrics of so many steps that were dispatched together, and `on_result` is called with
+    each result, both on the thread.
     """
 
     def __init__(
         self,
-        read: Callable[[Array], Sequence[tuple[StepMetrics[float], np.ndarray]]],
+        read: Callable[[Array, int], Sequence[tuple[StepMetrics[float], np.ndarray]]],
         on_result: Callable[[StepResult], None],
         clock: Clock,
     ):
@@ -137,7 +137,7 @@ class Watcher:
             elif mark is not None:
                 jax.block_until_ready(mark)
                 marks.append(self._clock.now())
-        read = self._read(ticket.metrics)
+        read = self._read(ticket.metrics, len(tickets))
         ready_s = self._clock.now()
         step_s = interval(previous_s, ticket.began_s, ready_s)
         if len(marks) == 2:

@@ -3,7 +3,9 @@
 pytest --platform cuda tests/engine/test_blocks.py     # on a GPU
 """
 
+import itertools
 from typing import Any
+from unittest import mock
 
 import flax.linen as nn
 import jax
@@ -12,13 +14,16 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import jaxgoodput as jg
 from jaxgoodput.data.sources import abstract_sample, as_source
 from jaxgoodput.engine.engine import Engines
+from jaxgoodput.engine.programs.families import BLOCK
 from jaxgoodput.train.start.problem import problem_of
 
-COUNT, BATCH, CLASSES = 4, 16, 10
+BATCH, CLASSES = 16, 10
 
 
 class Small(jg.Trainer):
@@ -30,8 +35,8 @@ class Small(jg.Trainer):
     def dataset(self):
         rng = np.random.default_rng(0)
         return {
-            "image": rng.normal(size=(COUNT * BATCH, 8, 8, 3)).astype(np.float32),
-            "label": rng.integers(0, CLASSES, COUNT * BATCH).astype(np.int32),
+            "image": rng.normal(size=(BLOCK * BATCH, 8, 8, 3)).astype(np.float32),
+            "label": rng.integers(0, CLASSES, BLOCK * BATCH).astype(np.int32),
         }
 
     def logits(self, params, x, key) -> Any:
@@ -154,9 +159,8 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [None, pytest.param("bfloat16", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("model, optimizer", PAIRS)
-def test_a_block_is_its_steps_up_to_rounding(tmp_path, model, optimizer, dtype):
+def engine_of(model, tmp_path, optimizer="momentum", dtype=None):
+    """The engine of a model on one device, its samples, and a function that puts some on it."""
     limits = jg.BatchLimits(base=BATCH, max=BATCH)
     config = jg.Config(workdir=str(tmp_path), batch=limits, base_steps=1, compute_dtype=dtype)
     kind: Any = type("Chosen", (model,), {"optimizer": lambda self: OPTIMIZERS[optimizer]()})
@@ -164,19 +168,21 @@ def test_a_block_is_its_steps_up_to_rounding(tmp_path, model, optimizer, dtype):
     source = as_source(trainer.dataset())
     engines = Engines(problem_of(trainer, trainer.config), abstract_sample(source))
     engine = engines.on(jg.Strategy(data=1).on(jax.devices()[:1]))
-    batch, ones = source.batch(np.arange(COUNT * BATCH)), np.ones(COUNT * BATCH, np.float32)
-    put = engine.layout.put
+    whole = source.batch(np.arange(BLOCK * BATCH)), np.ones(BLOCK * BATCH, np.float32)
     sharding = engine.layout.batch_sharding
+    return engine, whole, lambda tree: jax.tree.map(lambda x: engine.layout.put(x, sharding), tree)
 
+
+@pytest.mark.parametrize("dtype", [None, pytest.param("bfloat16", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("model, optimizer", PAIRS)
+def test_a_block_is_its_steps_up_to_rounding(tmp_path, model, optimizer, dtype):
+    engine, whole, put = engine_of(model, tmp_path, optimizer, dtype)
     state, one_by_one = engine.init(jax.random.key(0)), []
-    for i in range(COUNT):
-        part = jax.tree.map(lambda x, i=i: x[i * BATCH : (i + 1) * BATCH], (batch, ones))
-        state, metrics = engine.step(
-            state, None, *(jax.tree.map(lambda x: put(x, sharding), p) for p in part), measure=False
-        )
+    for i in range(BLOCK):
+        part = jax.tree.map(lambda x, i=i: x[i * BATCH : (i + 1) * BATCH], whole)
+        state, metrics = engine.step(state, None, *put(part), measure=False)
         one_by_one.append(np.asarray(metrics))
-    whole = jax.tree.map(lambda x: put(x, sharding), (batch, ones))
-    at_once, metrics = engine.steps(engine.init(jax.random.key(0)), *whole, count=COUNT)
+    at_once, metrics = engine.steps(engine.init(jax.random.key(0)), *put(whole))
 
     # Products of a GPU may round to the ten bits of TF32; bfloat16 has eight.
     rtol = 1e-2 if dtype or jax.default_backend() == "gpu" else 1e-4
@@ -191,3 +197,40 @@ def test_a_block_is_its_steps_up_to_rounding(tmp_path, model, optimizer, dtype):
         )
     )
     assert np.linalg.norm(other - one) <= 30 * rtol * np.linalg.norm(one - began)
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory):
+    engine, whole, put = engine_of(Embedded, tmp_path_factory.mktemp("embedded"), "adagrad")
+    if not engine.programs.splits_blocks:
+        pytest.skip("this device runs blocks only as a whole")
+    state, metrics = engine.steps(engine.init(jax.random.key(0)), *put(whole))
+    return engine, put(whole), jax.device_get(state.params), np.asarray(metrics)
+
+
+@settings(deadline=None, max_examples=25)
+@given(ends=st.sets(st.integers(1, BLOCK - 1)), alone=st.booleans())
+def test_the_parts_of_a_block_are_the_block(embedded, ends, alone):
+    """To the bit, wherever it is divided; so is a step in a loop whose rows come by themselves."""
+    engine, rows, params, metrics = embedded
+    state, found = engine.init(jax.random.key(0)), []
+    cuts = sorted({0, *ends, BLOCK})
+    for first, end in itertools.pairwise(cuts):
+        if alone and end == first + 1:
+            with mock.patch.object(engine.programs, "loops_up_to", BATCH):
+                own = engine.step_rows(*rows, first)
+                state, packed = engine.step(state, None, *own, measure=False)
+        else:
+            state, packed = engine.steps(state, *rows, first=first, count=end - first)
+        found += [np.asarray(packed)[: end - first]]
+        assert not np.asarray(packed)[end - first :].any()
+        assert len(engine.read_all(packed, end - first)) == end - first
+    np.testing.assert_array_equal(np.concatenate(found), metrics)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), params)
+
+
+def test_a_part_is_refused_where_only_whole_blocks_run(embedded):
+    engine, rows, *_ = embedded
+    with mock.patch.object(type(engine.programs), "splits_blocks", False):
+        with pytest.raises(ValueError, match="count=3"):
+            engine.steps(engine.init(jax.random.key(0)), *rows, count=3)

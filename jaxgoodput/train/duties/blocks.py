@@ -1,19 +1,23 @@
 """`Blocks`: has several steps dispatched at once if they are short.
 
-A block is read, put on the device, dispatched and waited for as one; each of its steps has its own result. A
-step that measures the noise, or at which something is due, is dispatched alone, and so are the first steps of
-a size on trial. What blocks have saved at another size is therefore taken off its times, or it would seem
-slower than it will be. If the steps of blocks take longer than steps alone, twice, as convolutions in a
+A block is read, put on the device, dispatched and waited for as one; each of its steps has its own result.
+Before a step that measures the noise, or at which something is due, a part of a block is dispatched, where
+its program can run a part, else single steps are. If single steps run in loops anyway
+(`train.start.looping`), the first step may be in a block.
+
+Otherwise the program of blocks is compiled beside training if it pays, and the first steps of a size on trial
+are dispatched alone. What blocks have saved at another size is therefore taken off its times, or it would
+seem slower than it will be. If the steps of blocks take longer than steps alone, twice, as convolutions in a
 loop may on a CPU, blocks pause, ten times as long each time. To be compared, some steps are dispatched alone
 first, beside a compilation and without one.
 
 The compiler fuses a step in a loop in another way than one alone, so that results differ by rounding. When
-blocks begin depends on measured times. A run that nothing measured may change has no blocks
-(`Blocks.may_round`), so that it, resumed or not, gives the same bits each time.
+blocks begin depends on measured times. A run that nothing measured may change has no blocks (`may_round`), so
+that it, resumed or not, gives the same bits each time.
 """
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,12 +27,13 @@ from absl import logging
 from jaxgoodput._jax import looks_for
 from jaxgoodput.data.loader import StepBatch
 from jaxgoodput.engine.memory import step_bytes
+from jaxgoodput.engine.programs.families import BLOCK
 from jaxgoodput.engine.programs.program import Program
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.train.analyst import Analyst
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.prepare import PreparedRun
-from jaxgoodput.train.start.early_block import COUNT, SAVED_S, block_programs
+from jaxgoodput.train.start.looping import SAVED_S, may_round
 from jaxgoodput.tune.block_times import SHORT_S
 
 # Share of a step that a block saves on a CPU beside its dispatch, about: the loop's threads take processors
@@ -57,44 +62,48 @@ class Blocks:
     """Steps until then, the last time."""
     _since: tuple[BatchConfig | None, int] = (None, 0)
     """The batch in use, and the step at which it was first seen."""
-    _single: deque[StepBatch] = field(default_factory=deque)
-    """Batches of a block that are handed out one by one."""
+    _rest: StepBatch | None = None
+    """What is left of a block that is handed out in parts."""
 
     def next(self, num_free: float, meanwhile: Callable[[], None]) -> StepBatch | None:
         """Return the next batch or, if the next `num_free` steps need no attention, a block; None at the end.
 
         `meanwhile` is called now and then while it waits, and may raise.
         """
-        now, loader = self.start.now, self.start.loader
-        if self._single and self._single[0].config != now.batch:
-            loader.go_back(self._single[0].before, sum(x.num_samples for x in self._single))
-            self._single.clear()
-        if self._single:
-            return self._single.popleft()
-        if not self._is_ready():
-            return self.start.run.next_batch(now, meanwhile)
-        block = loader.next_block(now.batch, COUNT, meanwhile=meanwhile)
-        if num_free >= COUNT:
-            return block
-        cut, _ = self._programs(now.batch)
-        self._single.extend(loader.apart(block, now.engine.compiled(cut)))
-        return self._single.popleft()
+        now, loader, rest = self.start.now, self.start.loader, self._rest
+        if rest is not None and rest.config != now.batch:
+            loader.go_back(rest.before, rest.num_samples)
+            rest = self._rest = None
+        if rest is None:
+            if not self._is_ready():
+                return self.start.run.next_batch(now, meanwhile)
+            rest = loader.next_block(now.batch, BLOCK, meanwhile=meanwhile)
+        part, self._rest = loader.split(rest, self._most(rest, num_free))
+        return part
+
+    def _most(self, block: StepBatch, num_free: float) -> int:
+        """Return how many steps of a block to dispatch at once, if `num_free` need no attention."""
+        if self.start.now.engine.programs.splits_blocks:
+            return max(int(min(num_free, block.count)), 1)
+        return BLOCK if block.count == BLOCK <= num_free else 1
 
     def _is_ready(self) -> bool:
         """Whether the next batches may be read as a block; has its program compiled if that will pay."""
         now, batch = self.start.now, self.start.now.batch
         if not self._are_possible(batch):
             return False
+        if now.engine.programs.loops(now.engine.shape(batch.micro_batch_size)):
+            return self._left() >= BLOCK and not self.analyst.step_s(batch) >= SHORT_S
         if batch != self._since[0]:
             self._since = batch, now.step
         programs = self._programs(batch)
-        is_time = now.step % LOOK_EVERY < COUNT  # blocks may step over a multiple
+        is_time = now.step % LOOK_EVERY < BLOCK  # blocks may step over a multiple
         if all(now.engine.compiled.peek(x) is not None for x in programs):
             if not self._fits(batch):
                 return False
             if now.step >= self._slower.get(batch, 0) and is_time:
                 self._compare(batch)
-            is_wanted = now.step >= self._slower.get(batch, 0) and self._left() >= COUNT
+            is_wanted = now.step >= self._slower.get(batch, 0) and self._left() >= BLOCK
             busy = self.start.strategies.is_busy
             return is_wanted and self.analyst.blocks.knows_alone(batch, busy=busy)
         is_settled = now.step - self._since[1] >= SETTLED
@@ -113,10 +122,9 @@ class Blocks:
                 logging.info("steps of %s run one by one: a block of them does not fit", batch)
         return self._has_room[batch]
 
-    def _programs(self, batch: BatchConfig) -> tuple[partial[Program], partial[Program]]:
-        """Return the programs that take a block's rows apart, and that run its steps."""
-        cut, steps = block_programs(self.start.now.engine, batch.micro_batch_size, COUNT)
-        return cut, steps
+    def _programs(self, batch: BatchConfig) -> tuple[partial[Program], ...]:
+        """Return the programs that run blocks of a batch, and take single steps out of them."""
+        return self.start.now.engine.block_programs(batch.micro_batch_size)
 
     def _compare(self, batch: BatchConfig) -> None:
         """Find out what blocks save; if they take longer twice, none are dispatched for a while.
@@ -146,24 +154,19 @@ class Blocks:
 
         def programs_of(size: int) -> Sequence[partial[Program]]:
             is_short = size <= most * batch.micro_batch_size  # if they grow in proportion
-            return block_programs(engine, size, COUNT) if is_short else ()
+            return engine.block_programs(size) if is_short else ()
 
         self.start.strategies.compiler(batch.strategy).compile_along(programs_of)
 
     def _are_possible(self, batch: BatchConfig) -> bool:
         start = self.start
         return (
-            self.may_round
+            may_round(self.config)
             and start.run.runs_blocks
             and start.loader.can_read_blocks
             and batch.num_replicas == batch.num_micro_batches == 1
             and not looks_for()  # JAX looks at the results of single steps
         )
-
-    @property
-    def may_round(self) -> bool:
-        """Whether a second run may differ by rounding: measured times decide when the noise is measured."""
-        return self.config.statistics.every_steps is None
 
     def _pay(self, batch: BatchConfig) -> bool:
         """Whether a program of blocks would save more time than compiling it takes."""

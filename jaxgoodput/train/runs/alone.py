@@ -53,16 +53,19 @@ class Alone:
 
         Donates `now.state`.
         """
-        if batch.count > 1:
-            (wide,) = batch.micro_batches
-            return Dispatched(*now.engine.steps(now.state, wide.data, wide.mask, count=batch.count))
         engine, work, control = now.engine, None, self.decisions.sent(batch.config)
         *some, last = batch.micro_batches
         for micro in some:
             work = engine.accumulate(work or engine.begin(now.state), micro.data, micro.mask)
+        data, mask = last.data, last.mask
+        if batch.first is not None:
+            if batch.count > 1 or (engine.programs.splits_blocks and not measured):
+                part = {"first": batch.first, "count": batch.count}
+                return Dispatched(*engine.steps(now.state, data, mask, **part))
+            data, mask = engine.step_rows(data, mask, batch.first)
         step = self.feed.step_of(engine)
         options = {"measure": measured, "control": control}
-        return Dispatched(*step(now.state, work, last.data, last.mask, **options))
+        return Dispatched(*step(now.state, work, data, mask, **options))
 
     def stepped(self, step: int, *, timed: bool) -> None:
         """Do nothing: runs of several processes forget here what they agreed on for old steps."""

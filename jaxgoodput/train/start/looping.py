@@ -1,0 +1,118 @@
+"""Decides whether short steps run in a loop of one program, even those that are dispatched alone.
+
+A block of short steps, dispatched at once, takes a fraction of the time of as many single ones. On a CPU its
+program may also run a part of the block (`Programs.splits_blocks`): a single step in it takes no longer than
+in a program of its own, and it is compiled in the same time. So there is one program for both. Only
+convolutions, above all their gradients, may take several times as long in a loop of XLA:CPU.
+
+What a step computes is known once it is traced. If even a slow processor would do that in a moment, steps are
+short.
+"""
+
+import jax
+from absl import logging
+from jax.extend.core import Jaxpr
+
+from jaxgoodput._jax import looks_for
+from jaxgoodput.data.sources import StreamSource
+from jaxgoodput.engine.arithmetic import elementary_work, matrix_flops, primitives
+from jaxgoodput.engine.engine import Engine
+from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.train.compile_ahead import StrategyCompiler
+from jaxgoodput.train.config import Config
+from jaxgoodput.train.runs.kinds import is_alone
+from jaxgoodput.train.start.plans import RunSetup
+
+# A step takes less than this on two cores of a slow processor, at these rates: short, or surely so.
+SHORT_S, SURELY_SHORT_S = 0.03, 3e-3
+FLOPS, ADDITIONS = 3e10, 1e10  # per second
+# What a step in a block saves at least, by its dispatch, and what compiling the program of blocks takes.
+SAVED_S, COMPILING_S = 4e-4, 2.0
+
+
+class ShortSteps:
+    """What is known of a run's steps before anything is compiled; make it then.
+
+    If they are short, it has them run in loops, up to the size at which they may not be; or, where a program
+    cannot run a part of a block, it `compiles_soon` the program of blocks.
+    """
+
+    def __init__(self, setup: RunSetup):
+        self._setup = setup
+        self._step_s = float("inf")
+        if not _may_have_blocks(setup):
+            return
+        (engine,) = setup.engines.values()
+        size = setup.config.batch.base
+        jaxpr = _traced(engine, size)
+        if jaxpr is None:
+            return
+        self._step_s = step_seconds(jaxpr)
+        if engine.programs.splits_blocks and "conv_general_dilated" not in primitives(jaxpr):
+            engine.programs.loops_up_to = int(size * SHORT_S / self._step_s)
+
+    def compile_soon(self, strategies: StrategyCompiler, batch: BatchConfig) -> None:
+        """Have blocks of the first batch compiled beside the first steps, if they surely pay.
+
+        Steps beside what is left to compile are then known to be disturbed. The first program of an
+        accelerator is left alone: its compiler tries kernels on the device, where two would disturb each
+        other.
+        """
+        config = self._setup.config
+        (engine, *_), is_base = (
+            self._setup.engines.values(),
+            batch.global_batch_size == config.batch.base,
+        )
+        pays = _num_steps(self._setup) * SAVED_S > COMPILING_S and config.compiles_behind
+        if not pays or not is_base or batch.num_micro_batches > 1 or engine.programs.splits_blocks:
+            return
+        if self._step_s <= SURELY_SHORT_S:
+            programs = engine.block_programs(batch.micro_batch_size)
+            strategies.compiler(batch.strategy).compile_soon(programs)
+
+
+def step_seconds(block: Jaxpr) -> float:
+    """Return about how many seconds a step of a block takes on a slow processor; infinite if unknown."""
+    (loop,) = (one for one in block.eqns if one.primitive.name in ("while", "scan"))
+    step = loop.params["body_jaxpr" if loop.primitive.name == "while" else "jaxpr"].jaxpr
+    return matrix_flops(step) / FLOPS + elementary_work(step) / ADDITIONS
+
+
+def may_round(config: Config) -> bool:
+    """Whether a second run may differ by rounding: measured times decide when the noise is measured.
+
+    Where the user fixes the steps that measure, every run gives the same bits.
+    """
+    return config.statistics.every_steps is None
+
+
+def _traced(engine: Engine, size: int) -> Jaxpr | None:
+    """Trace a block of steps; None if that fails."""
+    _, steps = engine.block_programs(size)
+    try:
+        return engine.compiled.look_at(steps).traced.jaxpr.jaxpr
+    except Exception as error:  # what is wrong with a step by itself shows where that is traced
+        logging.info("steps do not run in loops: %s", error)
+        return None
+
+
+def _may_have_blocks(setup: RunSetup) -> bool:
+    """Whether the run may have blocks, and a model so small that its steps may be short."""
+    config, engines = setup.config, list(setup.engines.values())
+    if not is_alone(setup.where) or len(engines) > 1 or engines[0].num_replicas > 1:
+        return False
+    low, high = config.batch.span
+    is_plain = low <= config.batch.base <= high and not setup.inputs.tables.plans
+    is_plain &= not isinstance(setup.inputs.dataset, StreamSource)
+    is_plain &= may_round(config) and not looks_for()  # JAX looks at the results of single steps
+    # The update alone of a large model is not short; then nothing has to be traced to know.
+    num_params = sum(x.size for x in jax.tree.leaves(engines[0].abstract_state().params))
+    return is_plain and num_params < SHORT_S * ADDITIONS
+
+
+def _num_steps(setup: RunSetup) -> float:
+    """Return how many steps the run has at the base batch."""
+    config = setup.config
+    if config.base_steps is not None:
+        return float(config.base_steps)
+    return (config.epochs or 0) * len(setup.inputs.dataset) / config.batch.base
