@@ -402,7 +402,7 @@ class Engine:
         Counted in the program of a micro-batch of this size, without what measuring the noise adds.
         """
         shape = self.shape(size)
-        flops = self.compiled.flops(self.programs.plain(shape))
+        flops = self.compiled.flops(self.programs.last(shape, alone=True)[0])
         num_samples = self.layout.num_replicas * shape.micro_batch_size
         return math.nan if flops is None else flops / num_samples / 1e12
 

@@ -78,9 +78,9 @@ class OverGroups(Programs):
         first, more = (partial(self.accumulate, shape, first=first) for first in (True, False))
         return (first, more) if accumulate else (first,)
 
-    def last(self, shape: SampleShape, *, alone: bool) -> partial[Program]:
-        """Return the program of a last micro-batch with a shape of its own: `alone`, or after others."""
-        return partial(self.accumulate, shape, first=alone)
+    def last(self, shape: SampleShape, *, alone: bool) -> tuple[partial[Program], ...]:
+        """Return the programs of a last micro-batch with a shape of its own: `alone`, or after others."""
+        return (partial(self.accumulate, shape, first=alone),)
 
     def measuring(self, shape: SampleShape) -> tuple[partial[Program], ...]:
         """Return the programs that measure the noise of a batch of one micro-batch, without peers."""
