@@ -219,6 +219,10 @@ class StrategyCompiler:
         """Prepare `config`, if it is in use, to measure the noise: it is no longer on trial."""
         self.compiler(config.strategy).adopt(config.micro_batch_size)
 
+    def measures_any(self, strategy: str) -> bool:
+        """Whether steps of any size of a strategy can measure the noise by now."""
+        return self.compiler(strategy).measures_any
+
     @property
     def compiles_one_by_one(self) -> bool:
         """Whether a single size may be compiled: several processes agree on all sizes of one order."""
@@ -467,8 +471,16 @@ class CompilationStarter:
         if is_trial or ticket.config != self._latest:
             self._latest, self._num_steps = ticket.config, 0
         self._num_steps += not is_trial
-        if self._is_adopted(ticket.config, table):  # again and again: it may come back from a trial
-            self._strategies.adopt(ticket.config)
+        # A size that is about to be tried may replace this one. What measures would disturb its trial, or be
+        # compiled in vain.
+        is_next = self._explorer.compiling is not None or self._explorer.is_trial_due
+        is_passing = (
+            is_next
+            and strategies.compiles_one_by_one
+            and strategies.measures_any(ticket.config.strategy)
+        )
+        if not is_passing and self._is_adopted(ticket.config, table):
+            strategies.adopt(ticket.config)  # again and again: it may come back from a trial
 
     def _is_adopted(self, config: BatchConfig, table: TimingTable) -> bool:
         if not TRIAL_STEPS <= self._num_steps < SHORT_STEPS:

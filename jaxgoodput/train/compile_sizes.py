@@ -232,6 +232,12 @@ class SizeCompiler:
             return self._measurable.get(size, False)
 
     @property
+    def measures_any(self) -> bool:
+        """Whether steps of any size can measure the noise by now."""
+        with self._changed:
+            return any(self._measurable.values())
+
+    @property
     def memory_limit(self) -> int:
         """Largest size expected to fit into memory, in samples per replica; 0 if nothing is compiled yet."""
         with self._changed:

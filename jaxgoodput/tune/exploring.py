@@ -2,7 +2,8 @@
 
 Exploring delays training by a price in seconds, which is known beforehand. What it saves is a hope. The
 account earns a share of the time that passes. It may also borrow a share of the time that is left, if the
-hope repays the price several times. So a short run explores little and a long run thoroughly. Compiling the
+hope repays the price several times; the more often, the more. So a short run explores little, unless very
+much may be saved, and a long run thoroughly. Compiling the
 sizes to be tried is charged, and so are their trials, but not what is compiled for a size that has proved
 better.
 """
@@ -21,6 +22,8 @@ from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS, Situation
 EARNINGS = 0.02  # of the time passed
 LOAN = 0.03  # of the time that is left
 REPAYMENT = 5.0  # times the price that a loan must be expected to save
+# A loan that is expected to save as many times more may be as many times larger, up to this many times.
+MOST_LOANS = 4.0
 # Share of a compilation's seconds by which it delays the steps beside it, until that has been measured.
 ASSUMED_DELAY = 0.3
 SEVERAL = 0.9  # hope of several micro-batches, over a single one of as many samples
@@ -44,7 +47,9 @@ class Account:
         credit_s = EARNINGS * (passed_s + saved_s) - self.spent_s
         if price_s <= credit_s:
             return saving_s > price_s
-        return saving_s >= REPAYMENT * price_s and price_s <= credit_s + LOAN * (left_s + saved_s)
+        num_loans = min(saving_s / (REPAYMENT * price_s), MOST_LOANS)
+        loan_s = LOAN * num_loans * (left_s + saved_s)
+        return num_loans >= 1 and price_s <= credit_s + loan_s
 
     def spend(self, price_s: float, *, total_s: float = math.nan) -> None:
         """Charge a delay of training; `total_s` is how long the whole run is expected to take, if known."""
@@ -84,6 +89,8 @@ class Explorer:
         """A sentence on what the next size costs and may save, as last decided."""
         self.compiling: int | None = None
         """The size that was chosen last, until it is compiled."""
+        self.is_trial_due = False
+        """Whether a compiled size is about to be tried, as last decided."""
         self._compile_s = compile_s
         self._delay, self._least_delay = delay, least_delay
         self._began_s = began_s
@@ -101,7 +108,7 @@ class Explorer:
         now_s: float,
         num_plain: float = 1.0,
     ) -> NextSize | None:
-        """Return the size to compile now, if any, and charge its price. See `next_size`.
+        """Return the size to compile now, if any, and charge its price. See `Hopes.next_size`.
 
         `num_plain` is how many times as long as one plain step everything takes that is then compiled, and
         `now_s` the time. None until the size before is compiled.
@@ -109,7 +116,9 @@ class Explorer:
         left_s, passed_s = situation.left_s, now_s - self._began_s
         if self.compiling is not None or math.isnan(left_s):
             return None
-        found = next_size(situation, sizes, settled, table)
+        hopes = Hopes.of(situation, sizes, table)
+        self.is_trial_due = hopes.is_trial_due
+        found = hopes.next_size(settled)
         if found is None:
             self.outlook = "no other size promises enough to be compiled"
             return None
@@ -137,6 +146,7 @@ class Explorer:
         `took_s` is how long its plain step took; 0 if nothing was compiled.
         """
         self.compiling, real_s = None, 0.0
+        self.is_trial_due = took_s > 0  # until it is decided again
         if took_s > 0:
             # Beside training it takes longer, and a smaller share of that delays training.
             self._compile_s, self._delay = took_s, min(self._delay, ASSUMED_DELAY)
@@ -155,36 +165,62 @@ def _trial_s(situation: Situation, found: NextSize) -> float:
     return 0.0 if math.isnan(seconds) else max(seconds, PROBE_S)
 
 
-def next_size(
-    situation: Situation, sizes: Sequence[int], settled: Collection[int], table: TimingTable
-) -> NextSize | None:
-    """Return the size, of those that are not compiled, with the highest optimistic gain; None without a gain.
+@dataclass(frozen=True, kw_only=True)
+class Hopes:
+    """The optimistic gains of all micro-batch sizes that may be used, and what they mean."""
 
-    `sizes` are all micro-batch sizes that may be used. `settled` were compiled or refused, or are queued.
-    `table` has the step times of the present strategy. Only batches that one change may reach are considered:
-    a size in between says whether a larger one is worth its price. A compiled size that promises a gain is
-    tried first (`batch.py`), so there is no next size until it has been.
-    """
-    here, current, limits = situation.here, situation.current, situation.here.limits
-    batches = np.multiply.outer(sizes, np.arange(1, limits.max_micro_batches + 1))
-    batches *= current.num_replicas
-    if len(set(here.timed)) > 1 and here.fit is not None:
-        hopes = modelled_gain(situation, sizes, batches)
-    else:
-        hopes = hoped_gain(situation, batches)
-        hopes *= _correction(situation, sizes, batches, table)
-        hopes[:, 1:] *= SEVERAL  # each takes its own time, which the hope leaves out
-    hopes = np.where(batches <= situation.largest, hopes, 0.0).max(axis=1)
-    is_ready = np.isin(sizes, list(here.ready))
-    is_untried = is_ready & ~np.isin(sizes, [*here.timed, current.micro_batch_size])
-    best = float(hopes[is_ready & ~is_untried].max(initial=1.0))
-    if (hopes[is_untried] >= best * (1 + situation.caution.min_gain)).any():
-        return None
-    hopes = np.where(np.isin(sizes, list(settled)), 0.0, hopes / best)
-    chosen = int(np.argmax(hopes))
-    if not hopes[chosen] >= 1 + situation.caution.min_gain:
-        return None
-    return NextSize(size=int(sizes[chosen]), hope=float(hopes[chosen]))
+    sizes: Sequence[int]
+    gains: np.ndarray
+    """Optimistic goodput with each size, relative to the best that was tried."""
+    is_untried: np.ndarray
+    """Whether each size is compiled and was never timed."""
+    least: float
+    """Gain that is worth a change."""
+
+    @classmethod
+    def of(cls, situation: Situation, sizes: Sequence[int], table: TimingTable) -> "Hopes":
+        """Return the hopes for `sizes`; `table` has the step times of the present strategy.
+
+        Only batches that one change may reach have any: a size in between says whether a larger one is worth
+        its price.
+        """
+        here, current, limits = situation.here, situation.current, situation.here.limits
+        batches = np.multiply.outer(sizes, np.arange(1, limits.max_micro_batches + 1))
+        batches *= current.num_replicas
+        if len(set(here.timed)) > 1 and here.fit is not None:
+            hopes = modelled_gain(situation, sizes, batches)
+        else:
+            hopes = hoped_gain(situation, batches)
+            hopes *= _correction(situation, sizes, batches, table)
+            hopes[:, 1:] *= SEVERAL  # each takes its own time, which the hope leaves out
+        hopes = np.where(batches <= situation.largest, hopes, 0.0).max(axis=1)
+        is_ready = np.isin(sizes, list(here.ready))
+        is_untried = is_ready & ~np.isin(sizes, [*here.timed, current.micro_batch_size])
+        best = float(hopes[is_ready & ~is_untried].max(initial=1.0))
+        return cls(
+            sizes=sizes,
+            gains=hopes / best,
+            is_untried=is_untried,
+            least=1 + situation.caution.min_gain,
+        )
+
+    @property
+    def is_trial_due(self) -> bool:
+        """Whether a compiled size promises a gain and was never tried: it will be (`batch.py`)."""
+        return bool((self.gains[self.is_untried] >= self.least).any())
+
+    def next_size(self, settled: Collection[int]) -> NextSize | None:
+        """Return the size that is not compiled and promises most; None without a gain, or before a trial.
+
+        `settled` were compiled or refused, or are queued.
+        """
+        if self.is_trial_due:
+            return None
+        gains = np.where(np.isin(self.sizes, list(settled)), 0.0, self.gains)
+        chosen = int(np.argmax(gains))
+        if not gains[chosen] >= self.least:
+            return None
+        return NextSize(size=int(self.sizes[chosen]), hope=float(gains[chosen]))
 
 
 def _correction(

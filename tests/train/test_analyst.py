@@ -53,6 +53,9 @@ class OneStrategy(StrategyCompiler):
     def adopt(self, config):
         pass
 
+    def measures_any(self, strategy):
+        return True
+
     def accumulates(self, strategy):
         return True
 

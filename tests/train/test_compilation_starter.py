@@ -70,6 +70,30 @@ def test_a_batch_is_adopted_while_it_is_kept(runs):
     assert told(runs) == expected
 
 
+@given(st.booleans(), st.booleans(), st.booleans(), st.booleans())
+def test_what_measures_is_not_compiled_before_a_trial_that_is_due(
+    is_compiling, is_due, is_known, one_by_one
+):
+    """It would disturb the trial, or be compiled in vain; but it is if no noise can be measured otherwise."""
+    strategies: Any = mock.Mock(spec=StrategyCompiler, delay=0.3, least_delay=0.0)
+    strategies.compiles_one_by_one = one_by_one
+    strategies.measures_any.return_value = is_known
+    strategies.compiler.return_value.is_done.return_value = False
+    starter = CompilationStarter(strategies, 1.0, 0.0, explores=True)
+    explorer, table = starter._explorer, mock.Mock(spec=TimingTable)
+    table.step_s = lambda num_nodes, config: STEP_S[config]
+    ticket: Any = mock.Mock(spec=Ticket)
+    ticket.config = CONFIGS[0]
+    explorer.compiling, explorer.is_trial_due = (16 if is_compiling else None), is_due
+    for _ in range(SHORT_STEPS):
+        starter.stepped(ticket, table, is_trial=False)
+    waits = (is_compiling or is_due) and is_known and one_by_one
+    assert strategies.adopt.called is not waits
+    explorer.compiling, explorer.is_trial_due = None, False
+    starter.stepped(ticket, table, is_trial=False)
+    assert strategies.adopt.called
+
+
 @pytest.mark.parametrize("late", [1, 4, TRIAL_STEPS - 1])
 def test_steps_still_on_their_way_after_a_trial_adopt_nothing(late):
     kept = (0, False, SHORT_STEPS)

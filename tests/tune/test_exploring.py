@@ -12,8 +12,16 @@ from jaxgoodput.goodput.efficiency import GradParams
 from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.perf import PerfParams, Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
-from jaxgoodput.tune.batch import assumed_growth, choose_batch
-from jaxgoodput.tune.exploring import EARNINGS, LOAN, REPAYMENT, Account, Explorer, next_size
+from jaxgoodput.tune.batch import GROWTH, assumed_growth, choose_batch
+from jaxgoodput.tune.exploring import (
+    EARNINGS,
+    LOAN,
+    MOST_LOANS,
+    REPAYMENT,
+    Account,
+    Explorer,
+    Hopes,
+)
 from jaxgoodput.tune.timings import Parts, StrategyTimings, key_of
 from jaxgoodput.tune.verdict import LEAST_FIXED, PROBE_STEPS, Situation, StrategyOption
 
@@ -21,7 +29,7 @@ SIZES = (8, 16, 32, 64, 128, 256, 512)
 SECONDS = st.floats(1e-3, 1e5)
 NOISY, SILENT = GradParams(sqr=1e-6, var=1.0), GradParams(sqr=1.0, var=0.0)
 UNKNOWN = GradParams(sqr=math.nan, var=math.nan)
-TRIAL_S = PROBE_STEPS * 0.1 * 2  # of 128 beside 32, if a step of 32 takes 0.1 s
+TRIAL_S = PROBE_STEPS * 0.1 * 4**GROWTH  # of 128 beside 32, if a step of 32 takes 0.1 s
 
 
 def situation(size=32, *, ready=(32,), timed=(32,), grad=NOISY, **known):
@@ -58,8 +66,10 @@ def test_a_run_in_which_nothing_is_found_loses_at_most_what_the_account_lends(
         if account.allows(price_s, saving_s=saving_s, passed_s=passed_s, left_s=left_s):
             assert saving_s > price_s
             account.spend(price_s, total_s=total_s)
-            assert account.spent_s <= EARNINGS * passed_s + LOAN * left_s + 1e-9 * total_s
-    assert account.spent_s <= (EARNINGS + LOAN) * total_s * (1 + 1e-9)
+            num_loans = min(max(saving_s / (REPAYMENT * price_s), 1.0), MOST_LOANS)
+            lent_s = LOAN * num_loans * left_s
+            assert account.spent_s <= EARNINGS * passed_s + lent_s + 1e-9 * total_s
+    assert account.spent_s <= (EARNINGS + MOST_LOANS * LOAN) * total_s * (1 + 1e-9)
 
 
 def test_a_loan_must_be_repaid_several_times_and_a_found_size_earns():
@@ -67,17 +77,29 @@ def test_a_loan_must_be_repaid_several_times_and_a_found_size_earns():
     left = {"passed_s": 0.0, "left_s": 100.0}
     assert account.allows(2.0, saving_s=2.0 * REPAYMENT, **left)
     assert not account.allows(2.0, saving_s=1.9 * REPAYMENT, **left)
-    assert not account.allows(3.1, saving_s=90.0, **left)
+    assert not account.allows(3.1, saving_s=3.1 * REPAYMENT, **left)
+    # What repays twice as much may cost twice as much.
+    assert account.allows(5.9, saving_s=2 * 5.9 * REPAYMENT, **left)
+    assert not account.allows(6.1, saving_s=2 * 6.1 * REPAYMENT, **left)
+    assert not account.allows(12.1, saving_s=1e6, **left)
     account.spend(2.0, total_s=100.0)
     # The same price once more: not from 3 % of what is left, but from a share of the 70 s that were saved.
-    assert not account.allows(2.0, saving_s=50.0, passed_s=5.0, left_s=95.0)
-    assert account.allows(2.0, saving_s=12.0, passed_s=5.0, left_s=25.0)
+    assert not account.allows(2.0, saving_s=11.0, passed_s=5.0, left_s=95.0)
+    assert account.allows(2.0, saving_s=11.0, passed_s=5.0, left_s=25.0)
     assert not account.allows(1.0, saving_s=9.0, passed_s=5.0, left_s=math.nan)
+
+
+def next_size(now, sizes, settled, table):
+    return Hopes.of(now, sizes, table).next_size(settled)
 
 
 def test_the_farthest_size_that_one_change_reaches_comes_first(table):
     first = next_size(situation(), SIZES, (32,), table)
-    assert first is not None and first.size == 128 and first.hope == pytest.approx(2.0, rel=0.01)
+    assert (
+        first is not None
+        and first.size == 128
+        and first.hope == pytest.approx(4 / 4**GROWTH, rel=0.01)
+    )
     later = next_size(situation(), SIZES, (32, 128), table)
     assert later is not None and later.size == 64
     denied = situation(caution=dataclasses.replace(situation().caution, max_growth=2.0))
@@ -105,8 +127,9 @@ def test_the_time_left_decides_whether_a_size_is_compiled(left_s, compile_s):
     now = situation(left_s=left_s, step_s=0.1)
     price_s = 0.3 * compile_s + TRIAL_S
     found = explorer.next(now, SIZES, (32,), table, now_s=10.0)
-    pays = price_s <= LOAN * left_s and REPAYMENT * price_s <= left_s / 2
-    near = math.isclose(price_s, LOAN * left_s, rel_tol=0.01)
+    num_loans = min(left_s * (1 - 4**GROWTH / 4) / (REPAYMENT * price_s), MOST_LOANS)
+    pays = num_loans >= 1 and price_s <= LOAN * num_loans * left_s
+    near = math.isclose(price_s, LOAN * num_loans * left_s, rel_tol=0.01)
     assert (found is not None) == pays or near
     assert explorer.account.spent_s == (pytest.approx(price_s) if found else 0)
     assert explorer.next(now, SIZES, (32,), table, now_s=11.0) is None or found is None
@@ -119,7 +142,7 @@ def test_what_a_compilation_took_corrects_its_price(table):
     assert explorer.next(now, SIZES, (32, 128), table, now_s=7.0) is None, "one at a time"
     explorer.compiled(10.0, table)
     assert explorer.account.spent_s == pytest.approx(0.3 * 10.0 + TRIAL_S)
-    next_s = PROBE_STEPS * 0.1 * math.sqrt(2)  # of the trial of 64
+    next_s = PROBE_STEPS * 0.1 * 2**GROWTH  # of the trial of 64
     assert explorer.next(now, SIZES, (32, 128), table, now_s=15.0) is not None
     assert explorer.account.spent_s == pytest.approx(0.3 * 20.0 + TRIAL_S + next_s)
     explorer.compiled(0.0, table)  # refused before it was compiled
@@ -191,7 +214,7 @@ def test_steps_are_assumed_to_grow_at_least_as_much_as_what_is_not_fixed(step_s,
     now = situation(step_s=step_s, fixed_s=fixed * step_s)
     there = np.array([times * now.current.global_batch_size])
     grown, unknown = (float(assumed_growth(x, there)[0]) for x in (now, situation(step_s=step_s)))
-    assert unknown == pytest.approx(math.sqrt(times))
+    assert unknown == pytest.approx(times**GROWTH if times > 1 else math.sqrt(times))
     if times < 1:
         assert grown == unknown
         return

@@ -13,7 +13,7 @@ from jaxgoodput.goodput.fit import PerfFit, StepTimings
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Feeding, PerfParams, Placement, feeding_time, step_time
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
-from jaxgoodput.tune.batch import MOST_DISTURBED, OPTIMISM, tune
+from jaxgoodput.tune.batch import GROWTH, MOST_DISTURBED, OPTIMISM, tune
 from jaxgoodput.tune.cadence import statistics_cadence
 from jaxgoodput.tune.evidence import Bar, Stretch
 from jaxgoodput.tune.plan import fixed_config
@@ -210,20 +210,23 @@ def test_a_size_that_was_timed_beside_a_compilation_is_not_tried_again_without_h
     """Whatever the compilation did to its times, what is left of the hope must suffice."""
     timings = timings_of({32: 0.01, 128: 0.01 * growth * disturbed})
     verdict = decide(timed=(32,), timings=timings, step_s=0.01, ready=(32, 128), accumulate=False)
-    hope = 4 / max(2, growth * disturbed / MOST_DISTURBED)  # the noise of this case is large
+    hope = 4 / max(
+        4**GROWTH, growth * disturbed / MOST_DISTURBED
+    )  # the noise of this case is large
     assume(abs(hope - 1.05) > 0.1)
     assert verdict.reason.startswith("probe") is (hope > 1.05), (hope, verdict.reason)
 
 
 @pytest.mark.parametrize("scale, probes", [(0.49, False), (0.51, True)])
-def test_a_probe_must_pay_if_time_grew_as_the_square_root_of_the_batch(scale, probes):
-    # A fourfold batch, twice the time: worth it from half the efficiency on, where
-    # (N + 32) / (N + 128) = 1.05 / 2. An optimist believes in more noise than was measured.
-    break_even = (1.05 * 128 - 2 * 32) / (2 - 1.05) / OPTIMISM
+def test_a_probe_must_pay_if_time_grew_as_an_optimist_assumes(scale, probes):
+    # A fourfold batch, 4^GROWTH times the time: worth it from an efficiency on where (N + 32) / (N + 128) is
+    # so many times 1.05 / 4. An optimist believes in more noise than was measured.
+    least = 1.05 * 4**GROWTH / 4
+    break_even = (least * 128 - 32) / (1 - least) / OPTIMISM
     grad = GradParams(sqr=1.0, var=break_even / 32 * (2 * scale))
     only = {"timed": (32,), "ready": (32, 128), "accumulate": False}
     assert decide(grad, **only).reason.startswith("probe") is probes
-    # The nearer size pays earlier: half the efficiency is asked of 128, 0.74 of 64.
+    # The nearer size pays earlier: of 128 an efficiency of 0.37 is asked, of 64 one of 0.62.
     assert decide(grad, timed=(32,)).reason.startswith("probe")
 
 
