@@ -85,7 +85,15 @@ class Analyst:
         self._clock = clock
         self._adapt = adapt
         explores = config.compiles_behind and config.policy == "goodput"
-        self._compiling = CompilationStarter(strategies, compile_s, clock.now(), explores=explores)
+        # A schedule of the user's own needs the noise for what it changes.
+        saves = config.compiles_behind and config.statistics.every_steps is None
+        self._compiling = CompilationStarter(
+            strategies,
+            compile_s,
+            clock.now(),
+            explores=explores,
+            saves=saves and isinstance(config.policy, str),
+        )
         self._length = RunLength(
             base_steps=config.base_steps,
             epochs=config.epochs,
@@ -95,6 +103,7 @@ class Analyst:
         self._timings = StrategyTimings(1, lambda seconds: book("first_execution", seconds))
         self._feeding = FeedingTimes()
         self._evidence = Evidence()
+        self._considered_at = 0  # step at which it was last considered to compile another size
         self._cadence = NoiseCadence(config.statistics.every_steps, config.statistics.overhead)
         self._due = VerdictTimer(
             clock.now(),
@@ -225,12 +234,14 @@ class Analyst:
             is_disturbed=ticket.busy,
             num_taken=ticket.num_batches_taken,
         )
-        self._learn_noise(result)
         self._learn_time(result, is_changed=is_changed)
-        self._compiling.stepped(ticket, self._table, is_trial=self._trials.is_running)
         if metrics.is_finite:
             self._evidence.add(ticket.config, ticket.samples, metrics.loss, ticket.num_samples)
         self._reporter.add(result)
+        if not ticket.is_last:
+            return  # what follows is the same for all that were dispatched together
+        self._learn_noise(result)
+        self._compiling.stepped(ticket, self._table, is_trial=self._trials.is_running)
         if self._reporter.is_due:
             self._draw()
         self._decide(metrics, ticket.step)
@@ -247,12 +258,15 @@ class Analyst:
 
     def _learn_time(self, result: StepResult, *, is_changed: bool) -> None:
         ticket, parts = result.ticket, result.parts
-        if ticket.timed and result.metrics.is_finite:
-            kind = {"measured": ticket.measured, "busy": ticket.busy, "in_block": ticket.in_block}
-            self._timings.add(ticket.config, parts, ticket.step, **kind)
-        elif is_changed:
+        if is_changed and not ticket.timed:
             key = self._timings.key(ticket.config, measured=ticket.measured)
             self._timings.switches.add_first_step(key, parts.step_s)
+        if not ticket.is_last:
+            return
+        if ticket.timed and result.metrics.is_finite:
+            how = {"measured": ticket.measured, "busy": ticket.busy}
+            count = ticket.num_together
+            self._timings.add(ticket.config, parts, ticket.step, **how, num_together=count)
         self._timings.switches.compare(self._table)
 
     def _decide(self, metrics: StepMetrics[float], step: int) -> None:
@@ -272,8 +286,9 @@ class Analyst:
             self._due.asked(now_s, step, is_known=is_known)
             self._evidence.review(self._noise_scale(metrics.noise.cautious))
         # At every step at first, while most time is left; it does not wait for the tuner.
-        is_time = is_due or self._due.is_warming_up or step % CONSIDER_EVERY == 0
+        is_time = is_due or self._due.is_warming_up or step >= self._considered_at + CONSIDER_EVERY
         if self._compiling.is_open and is_time and not self._trials.is_running:
+            self._considered_at = step
             self._compiling.consider(
                 self._situation(step),
                 self._table,

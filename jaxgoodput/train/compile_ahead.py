@@ -23,7 +23,7 @@ from jaxgoodput.parallel.partition import CannotDivide
 from jaxgoodput.train.compile_sizes import SizeCompiler
 from jaxgoodput.train.watcher import Ticket
 from jaxgoodput.tune.block_times import SHORT_S
-from jaxgoodput.tune.exploring import ASSUMED_DELAY, Explorer
+from jaxgoodput.tune.exploring import ASSUMED_DELAY, EARNINGS, Explorer
 from jaxgoodput.tune.payoff import strategies_pay
 from jaxgoodput.tune.plan import BatchPlan, Indivisible
 from jaxgoodput.tune.timings import TimingTable
@@ -39,6 +39,9 @@ WHOLE = 3
 TRIAL_STEPS, SHORT_STEPS = 16, 32
 
 FIXED_ON_CPU_S = 1.5e-3  # 200 operations of a small decoder, and its dispatch
+MEASURING = (
+    1.5  # times as long as a plain step, what measures the noise takes to be compiled, about
+)
 COMPILER_CORES = 1.8  # that a compilation keeps busy
 LEAST_DELAY, MOST_DELAY = 0.1, 0.9  # shares of a compilation's seconds, on a CPU
 
@@ -443,15 +446,27 @@ class CompilationStarter:
 
     `compile_s` is how long compiling the plain step of one size takes, and `began_s` the time when training
     begins. Nothing is started unless the run `explores`.
+
+    With the base batch the noise changes nothing: it only says what other batches are worth. If the run
+    `saves`, what measures it there is compiled once exploring begins, or once the time that has passed has
+    earned it (`Account`).
     """
 
     def __init__(
-        self, strategies: StrategyCompiler, compile_s: float, began_s: float, *, explores: bool
+        self,
+        strategies: StrategyCompiler,
+        compile_s: float,
+        began_s: float,
+        *,
+        explores: bool,
+        saves: bool = False,
     ):
         self.is_open = explores
         """Whether there is anything left to start."""
+        self._saves = saves and strategies.compiles_one_by_one and strategies.num_strategies == 1
         self._strategies = strategies
         self._compile_s = compile_s
+        self._began_s = began_s
         delay, least_delay = strategies.delay, strategies.least_delay
         self._explorer = Explorer(compile_s, began_s, delay=delay, least_delay=least_delay)
         self._strategy = ""  # whose size is being compiled
@@ -479,8 +494,17 @@ class CompilationStarter:
             and strategies.compiles_one_by_one
             and strategies.measures_any(ticket.config.strategy)
         )
-        if not is_passing and self._is_adopted(ticket.config, table):
+        if not is_passing and self._is_adopted(ticket.config, table) and self._may_measure(ticket):
             strategies.adopt(ticket.config)  # again and again: it may come back from a trial
+
+    def _may_measure(self, ticket: Ticket) -> bool:
+        """Whether to measure the noise of a batch that is kept."""
+        strategies, config = self._strategies, ticket.config
+        is_base = config.global_batch_size == strategies.limits(config.strategy).base
+        if not (self._saves and is_base) or self._explorer.has_begun:
+            return True
+        price_s = MEASURING * self._compile_s * strategies.delay
+        return EARNINGS * (ticket.began_s - self._began_s) >= price_s
 
     def _is_adopted(self, config: BatchConfig, table: TimingTable) -> bool:
         if not TRIAL_STEPS <= self._num_steps < SHORT_STEPS:
@@ -514,6 +538,10 @@ class CompilationStarter:
         )
         if found is not None and alone:
             self._strategy = strategy
+            if not strategies.measures_any(
+                strategy
+            ):  # whether the size is tried depends on the noise
+                strategies.adopt(situation.current)
             strategies.compile_next(found.size)
         elif found is not None:
             self._start_all()

@@ -72,7 +72,8 @@ class StepsInFlight:
                     metrics=done.metrics,
                     accumulated=done.accumulated,
                     reduced=done.reduced,
-                    in_block=batch.count > 1,
+                    num_together=batch.count,
+                    is_last=i == batch.count,
                 )
                 for i in range(1, batch.count + 1)
             )

@@ -11,6 +11,7 @@ import math
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from absl import logging
 
 from jaxgoodput._fields import serial
 from jaxgoodput._jax import trying
+from jaxgoodput._worker import Worker
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.fingerprint import Fingerprint, fingerprint
 from jaxgoodput.data.loader import Loader
@@ -40,7 +42,7 @@ from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import Requests
 from jaxgoodput.train.evaluation import Evaluator
 from jaxgoodput.train.process import keep_freed_pages
-from jaxgoodput.train.runs.kinds import Run, has_others, place_of, run_of
+from jaxgoodput.train.runs.kinds import Run, has_others, is_alone, place_of, run_of
 from jaxgoodput.train.runs.membership import Membership, RunSnapshot
 from jaxgoodput.train.runs.state import RunState
 from jaxgoodput.train.start.checks import (
@@ -163,6 +165,8 @@ def prepare(
     )
     restorer = Restorer(setup, checkpoints, opener, data, ledger)
     short = ShortSteps(setup)
+    if initial is None and kept is None and checkpoints.newest() is None:
+        _compile_init_beside(setup, requests, stack)
     restored = restorer.restore(kept)
     tables = restorer.tables or {}
     for table in tables.values():
@@ -251,6 +255,30 @@ def _open_workdir(setup: RunSetup, stack: contextlib.ExitStack) -> Checkpoints:
     checkpoints.remove_leftovers()
     checkpoints.tidy()
     return checkpoints
+
+
+def _compile_init_beside(setup: RunSetup, requests: Requests, stack: contextlib.ExitStack) -> None:
+    """Have the program of the initial values compiled on a thread, beside that of the first step.
+
+    It is traced here: the user's functions need not be safe to call on two threads. Nothing is compiled if
+    there are several strategies, the first of which may not fit, or processes that would do so together.
+    """
+    engine, *others = setup.engines.values()
+    if others or not is_alone(setup.where) or not setup.config.compiles_behind:
+        return
+    init = partial(engine.programs.fresh.init, ())
+
+    def leave(error: BaseException) -> None:  # it is raised where the values are needed
+        logging.info("the program of the initial values was not compiled: %s", error)
+
+    engine.compiled.look_at(init)
+    worker = Worker(
+        "init",
+        lambda _: engine.compile_program(init),
+        on_error=leave,
+        within=engine.compiled.settings,
+    )
+    stack.callback(lambda: worker.join(None if requests.signal is None else 0.0))
 
 
 def _try(setup: RunSetup, beginning: Beginning, *, resumed: bool) -> None:

@@ -44,7 +44,8 @@ class Ticket:
     # the clock's readings then.
     accumulated: Array | float | None = None
     reduced: Sums | Array | float | None = None
-    in_block: bool = False  # whether it was dispatched together with others
+    num_together: int = 1  # steps that were dispatched together with it, itself included
+    is_last: bool = True  # of these
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,8 +103,8 @@ def _not_ready(situation: Situation) -> Verdict | None:
     if here.fit is None:
         return situation.keep("keep: no step times have been measured yet")
     if not is_known(situation.grad):
-        reason = "keep: the gradient noise is not known yet; too few samples have been measured"
-        return situation.keep(reason)
+        why = situation.outlook or "too few samples have been measured"
+        return situation.keep(f"keep: the gradient noise is not known yet; {why}")
     if situation.steps_since_change < least:
         return situation.keep(
             f"keep: {situation.steps_since_change} steps have passed since the last change, and the next "

@@ -29,18 +29,19 @@ class BlockTimes:
         self._seconds: defaultdict[tuple[BatchConfig, bool, bool], deque[float]]
         self._seconds = defaultdict(lambda: deque(maxlen=KEEP))
 
-    def add(self, config: BatchConfig, step_s: float, *, in_block: bool, busy: bool) -> None:
-        """Record a step; `busy` says that a compilation competed for the processors.
+    def add(self, config: BatchConfig, step_s: float, *, num_together: int = 1, busy: bool) -> None:
+        """Record steps dispatched together; `busy` says that a compilation competed for the processors.
 
         One alone counts if many before it were, too. Behind a block it takes less time: it was read with
         others, and dispatched while the block ran.
         """
         with self._lock:
             before, count = self._row
+            in_block = num_together > 1
             count = 0 if in_block else count + 1 if config == before else 1
             self._row = config, count
             if in_block or count > ENOUGH:
-                self._seconds[config, in_block, busy].append(step_s)
+                self._seconds[config, in_block, busy].extend([step_s] * num_together)
 
     def knows_alone(self, config: BatchConfig, *, busy: bool) -> bool:
         """Return whether enough steps alone are known to compare blocks with, beside a compilation or not."""

@@ -98,6 +98,11 @@ class Explorer:
         self._charged_s = 0.0  # for compiling and trying that size
         self._trial_s = 0.0  # of that, for trying it
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a size was ever chosen."""
+        return self.compiling is not None or self.account.spent_s > 0
+
     def next(
         self,
         situation: Situation,

@@ -93,11 +93,13 @@ class TimingTable:
         self._half_life_steps = half_life_steps
         self._rows: dict[TimingKey, TimingRow] = {}
 
-    def add(self, key: TimingKey, parts: Parts, step: int, *, busy: bool = False) -> None:
-        """Record one step; `busy` says that a compilation competed for the processors."""
+    def add(
+        self, key: TimingKey, parts: Parts, step: int, *, busy: bool = False, count: int = 1
+    ) -> None:
+        """Record `count` steps; `busy` says that a compilation competed for the processors."""
         row = self._rows.get(key) or TimingRow(key=key, last=step, clean=(), busy=())
         kind = "busy" if busy else "clean"
-        latest = (*getattr(row, kind), parts)[-KEEP:]
+        latest = (*getattr(row, kind), *[parts] * count)[-KEEP:]
         self._rows[key] = dataclasses.replace(row, last=step, **{kind: latest})
 
     def _parts(self, key: TimingKey) -> Sequence[Parts]:
@@ -278,21 +280,22 @@ class StrategyTimings:
         *,
         measured: bool,
         busy: bool,
-        in_block: bool = False,
+        num_together: int = 1,
     ) -> None:
-        """Record one step of a configuration: see `TimingTable.add`.
+        """Record steps of a configuration: see `TimingTable.add`.
 
-        `in_block` says that it was dispatched with others. From the times of a batch that has no blocks yet,
-        but may have some if it is adopted, is taken what they have saved elsewhere.
+        `num_together` is how many were dispatched together, each of which took as long as `parts` says. From
+        the times of a batch that has no blocks yet, but may have some if it is adopted, is taken what they
+        have saved elsewhere.
         """
         if not measured:
-            self.blocks.add(config, parts.step_s, in_block=in_block, busy=busy)
-        if not in_block:
+            self.blocks.add(config, parts.step_s, num_together=num_together, busy=busy)
+        if num_together == 1:
             step_s = self.blocks.corrected(config, parts.step_s)
             parts = dataclasses.replace(parts, step_s=step_s)
         with self._lock:
             self.table(config.strategy).add(
-                self.key(config, measured=measured), parts, step, busy=busy
+                self.key(config, measured=measured), parts, step, busy=busy, count=num_together
             )
 
     def step_s(self, config: BatchConfig) -> float:

@@ -234,7 +234,7 @@ def test_blocks_pause_if_they_are_slower_twice_and_ever_longer(slow, step):
     for i, is_slow in enumerate(slow):
         for in_block, step_s in ((False, 1e-3), (True, 2e-3 if is_slow else 5e-4)):
             for _ in range(2 * KEEP):
-                times.add(BATCH, step_s, in_block=in_block, busy=False)
+                times.add(BATCH, step_s, num_together=8 if in_block else 1, busy=False)
         now.step = step + i
         COMPARE(judged, BATCH)
         in_a_row = in_a_row + 1 if is_slow else 0

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import WAIT_S, Scripted, sizes_of
 
-from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.train import compile_ahead
 from jaxgoodput.train.compile_ahead import (
+    MEASURING,
     SHORT_STEPS,
     TRIAL_STEPS,
     CompilationStarter,
@@ -24,6 +25,7 @@ from jaxgoodput.train.compile_ahead import (
 )
 from jaxgoodput.train.watcher import Ticket
 from jaxgoodput.tune.block_times import SHORT_S
+from jaxgoodput.tune.exploring import EARNINGS
 from jaxgoodput.tune.timings import TimingTable
 
 CONFIGS = [
@@ -92,6 +94,35 @@ def test_what_measures_is_not_compiled_before_a_trial_that_is_due(
     explorer.compiling, explorer.is_trial_due = None, False
     starter.stepped(ticket, table, is_trial=False)
     assert strategies.adopt.called
+
+
+@given(
+    saves=st.booleans(),
+    is_base=st.booleans(),
+    has_begun=st.booleans(),
+    num_strategies=st.integers(1, 2),
+    passed_s=st.floats(0, 1e3),
+    compile_s=st.floats(0.1, 10),
+)
+def test_at_the_base_batch_the_noise_is_measured_once_that_may_change_anything_or_is_earned(
+    saves, is_base, has_begun, num_strategies, passed_s, compile_s
+):
+    strategies: Any = mock.Mock(spec=StrategyCompiler, delay=0.5, least_delay=0.0)
+    strategies.compiles_one_by_one = True
+    strategies.num_strategies = num_strategies
+    strategies.limits.return_value = BatchLimits(base=1 if is_base else 2, max=64)
+    starter = CompilationStarter(strategies, compile_s, 10.0, explores=True, saves=saves)
+    if has_begun:
+        starter._explorer.account.spend(1.0)
+    table: Any = mock.Mock(spec=TimingTable)
+    table.step_s = lambda num_nodes, config: STEP_S[config]
+    ticket: Any = mock.Mock(spec=Ticket)
+    ticket.config, ticket.began_s = CONFIGS[0], 10.0 + passed_s
+    for _ in range(SHORT_STEPS):
+        starter.stepped(ticket, table, is_trial=False)
+    is_earned = EARNINGS * passed_s >= MEASURING * compile_s * 0.5
+    waits = saves and num_strategies == 1 and is_base and not has_begun and not is_earned
+    assert strategies.adopt.called is not waits
 
 
 @pytest.mark.parametrize("late", [1, 4, TRIAL_STEPS - 1])

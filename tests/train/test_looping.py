@@ -1,5 +1,6 @@
 """Short steps run in a loop of one program, and blocks of sizes on trial are compiled along with them."""
 
+import threading
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from jaxgoodput.engine.engine import Engine
 from jaxgoodput.engine.programs.families import BLOCK, Programs
 from jaxgoodput.engine.programs.program import Program
 from jaxgoodput.train.compile_sizes import SizeCompiler
+from jaxgoodput.train.duties.blocks import Blocks
 from jaxgoodput.train.start import looping
 from jaxgoodput.train.start.looping import ADDITIONS, FLOPS, ShortSteps, step_seconds
 
@@ -173,11 +175,12 @@ class Convolving(Counting):
         return super().loss(params, batch, key) + 0 * smooth.sum((1, 2))
 
 
-def test_nor_one_with_convolutions(tmp_path, built):
-    """Their gradients take several times as long in a loop of XLA:CPU."""
-    state = Convolving(free(tmp_path, epochs=3), **ONE).fit()
-    np.testing.assert_array_equal(state.params["count"], 3)
-    assert "step" in built
+def test_nor_one_with_convolutions(tmp_path, built, monkeypatch):
+    """Their gradients take several times as long in a loop of XLA:CPU. Nor later, however short steps are."""
+    monkeypatch.setattr(Blocks, "_pay", lambda self, batch: True)
+    state = Convolving(free(tmp_path, epochs=60), **ONE).fit()
+    np.testing.assert_array_equal(state.params["count"], 60)
+    assert built == ["steps", "step"], "a block was looked at, and not compiled later"
 
 
 class Failing(Counting):
@@ -278,3 +281,44 @@ def test_what_is_compiled_along_is_part_of_the_price(plain_s, block_s):
     sizes.compile_along(lambda size: tuple(seconds))  # pyright: ignore[reportArgumentType]
     expected = 1 + sum(x or 0.0 for x in block_s) / plain_s if plain_s else 1.0
     assert sizes.num_plain == pytest.approx(expected)
+
+
+# -- the initial values ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def inits(monkeypatch):
+    """The threads that compiled the program of the initial values."""
+    found, compiled = [], Program.compiled
+
+    def note(self, lowered):
+        if self.out is not None and "key" in str(self.arguments[:1]) and len(self.arguments) == 1:
+            found.append(threading.current_thread().name)
+        return compiled(self, lowered)
+
+    monkeypatch.setattr(Program, "compiled", note)
+    return found
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_the_initial_values_are_compiled_beside_the_first_step(tmp_path, inits, behind):
+    """In a new run, if anything may be compiled on a thread."""
+    settings = free(tmp_path, epochs=2, execution__background_compile=behind)
+    Counting(settings, **ONE).fit()
+    assert inits == ["jaxgoodput-init" if behind else "MainThread"]
+    assert not [x for x in threading.enumerate() if x.name == "jaxgoodput-init"]
+    Counting(free(tmp_path, epochs=3, execution__background_compile=behind), **ONE).fit()
+    assert len(inits) == 1, "a run that goes on has its values"
+
+
+def test_what_fails_there_is_raised_where_the_values_are_needed(tmp_path, monkeypatch):
+    compiled = Program.compiled
+
+    def fails(self, lowered):
+        if threading.current_thread().name == "jaxgoodput-init":
+            raise RuntimeError("the compiler ran out of memory")
+        return compiled(self, lowered)
+
+    monkeypatch.setattr(Program, "compiled", fails)
+    state = Counting(free(tmp_path, epochs=2), **ONE).fit()
+    np.testing.assert_array_equal(state.params["count"], 2)

@@ -37,7 +37,7 @@ ALONE = [(1e-3, False, False)] * 2 * ENOUGH  # the first of them do not count
 def filled(steps):
     times = BlockTimes()
     for step_s, in_block, busy in steps:
-        times.add(BATCH, step_s, in_block=in_block, busy=busy)
+        times.add(BATCH, step_s, num_together=2 if in_block else 1, busy=busy)
     return times
 
 
@@ -50,7 +50,7 @@ def test_steps_are_compared_with_those_that_were_as_disturbed(runs):
     for step_s, in_block, busy in steps:
         row = 0 if in_block else row + 1
         if in_block or row > ENOUGH:
-            kinds[in_block, busy].append(step_s)
+            kinds[in_block, busy] += [step_s] * (2 if in_block else 1)
     kinds = {kind: seconds[-KEEP:] for kind, seconds in kinds.items()}
     least = {False: ENOUGH, True: ENOUGH_IN_BLOCKS}
     known = [b for b in (False, True) if all(len(kinds[x, b]) >= least[x] for x in least)]
@@ -71,7 +71,7 @@ def test_steps_are_compared_with_those_that_were_as_disturbed(runs):
 def test_steps_alone_of_another_batch_begin_a_row_of_their_own():
     times = BlockTimes()
     for batch in [BATCH, OTHER] * 50:
-        times.add(batch, 1e-3, in_block=False, busy=False)
+        times.add(batch, 1e-3, busy=False)
     assert not times.knows_alone(BATCH, busy=False)
 
 
@@ -97,5 +97,5 @@ def test_what_is_forgotten_is_compared_afresh():
     times.forget(BATCH)
     assert math.isnan(times.compare(BATCH))
     for step_s, in_block, busy in [(5e-4, True, False)] * ENOUGH_IN_BLOCKS + ALONE:
-        times.add(BATCH, step_s, in_block=in_block, busy=busy)
+        times.add(BATCH, step_s, num_together=2 if in_block else 1, busy=busy)
     assert times.compare(BATCH) == times.saved_s == 5e-4

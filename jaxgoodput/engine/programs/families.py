@@ -68,8 +68,9 @@ class Programs(abc.ABC):
         self.param_specs = rules.param_specs(layout, state.params, pure.own_specs(problem))
         self._kept, _ = split(state.params, problem.mask(state.params))
         self._traces = traces
-        # Set it before anything is compiled.
-        self.loops_up_to = 0
+        # Set them before anything is compiled: the largest micro-batch that `loops`, and whether blocks of
+        # steps may take less time than single steps.
+        self.loops_up_to, self.may_block = 0, True
         # Used to work out shapes alone: one sample fills no pipeline.
         self._uncut_problem = problem
         self._couples = couples

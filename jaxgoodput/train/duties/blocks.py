@@ -7,9 +7,9 @@ its program can run a part, else single steps are. If single steps run in loops 
 
 Otherwise the program of blocks is compiled beside training if it pays, and the first steps of a size on trial
 are dispatched alone. What blocks have saved at another size is therefore taken off its times, or it would
-seem slower than it will be. If the steps of blocks take longer than steps alone, twice, as convolutions in a
-loop may on a CPU, blocks pause, ten times as long each time. To be compared, some steps are dispatched alone
-first, beside a compilation and without one.
+seem slower than it will be. If the steps of blocks take longer than steps alone, twice, blocks pause, ten
+times as long each time. To be compared, some steps are dispatched alone first, beside a compilation and
+without one.
 
 The compiler fuses a step in a loop in another way than one alone, so that results differ by rounding. When
 blocks begin depends on measured times. A run that nothing measured may change has no blocks (`may_round`), so
@@ -162,6 +162,7 @@ class Blocks:
         start = self.start
         return (
             may_round(self.config)
+            and start.now.engine.programs.may_block
             and start.run.runs_blocks
             and start.loader.can_read_blocks
             and batch.num_replicas == batch.num_micro_batches == 1

@@ -3,7 +3,7 @@
 A block of short steps, dispatched at once, takes a fraction of the time of as many single ones. On a CPU its
 program may also run a part of the block (`Programs.splits_blocks`): a single step in it takes no longer than
 in a program of its own, and it is compiled in the same time. So there is one program for both. Only
-convolutions, above all their gradients, may take several times as long in a loop of XLA:CPU.
+convolutions, above all their gradients, may take several times as long in a loop of XLA:CPU, and have none.
 
 What a step computes is known once it is traced. If even a slow processor would do that in a moment, steps are
 short.
@@ -33,8 +33,8 @@ SAVED_S, COMPILING_S = 4e-4, 2.0
 class ShortSteps:
     """What is known of a run's steps before anything is compiled; make it then.
 
-    If they are short, it has them run in loops, up to the size at which they may not be; or, where a program
-    cannot run a part of a block, it `compiles_soon` the program of blocks.
+    If they are short, it has them run in loops, up to the size at which they may not be. Where a program
+    cannot run a part of a block, `compile_soon` has the program of blocks compiled.
     """
 
     def __init__(self, setup: RunSetup):
@@ -48,7 +48,10 @@ class ShortSteps:
         if jaxpr is None:
             return
         self._step_s = step_seconds(jaxpr)
-        if engine.programs.splits_blocks and "conv_general_dilated" not in primitives(jaxpr):
+        if not engine.programs.splits_blocks:
+            return
+        engine.programs.may_block = "conv_general_dilated" not in primitives(jaxpr)
+        if engine.programs.may_block:
             engine.programs.loops_up_to = int(size * SHORT_S / self._step_s)
 
     def compile_soon(self, strategies: StrategyCompiler, batch: BatchConfig) -> None:
