@@ -29,6 +29,7 @@ threads, and include compiling beside training.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import math
@@ -367,8 +368,10 @@ def train_by_fit(
 
         return build_first
 
-    first = {name: beginning(getattr(Programs, name)) for name in ("step", "steps")}
-    with mock.patch.multiple(Programs, **first):
+    with contextlib.ExitStack() as patches:
+        for name in ("step", "steps"):
+            build = beginning(getattr(Programs, name))
+            patches.enter_context(mock.patch.object(Programs, name, build))
         task.fit()
     loop: RefereedLoop = task.own_loop
     if not loop.over:

@@ -219,8 +219,8 @@ class PlantedLoop(Loop):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs, tuner=AtOnce)
 
-    def _read(self, metrics):
-        found = super()._read(metrics)
+    def _read(self, metrics, count):
+        found = super()._read(metrics, count)
         task: Any = self.task
         for metrics, _ in found:
             self.clock.sleep(task.planted.step_s(int(metrics.num_samples)))
