@@ -54,6 +54,7 @@ from everyday import WORKLOADS, Everyday, Scale, Workload
 from threads import cpu_of_threads
 
 import jaxgoodput as jg
+from jaxgoodput.engine.programs.blocks import BlockPrograms
 from jaxgoodput.engine.programs.families import Programs
 from jaxgoodput.goodput.efficiency import noise_scale
 from jaxgoodput.observe.events import TuneEnd
@@ -369,9 +370,9 @@ def train_by_fit(
         return build_first
 
     with contextlib.ExitStack() as patches:
-        for name in ("step", "steps"):
-            build = beginning(getattr(Programs, name))
-            patches.enter_context(mock.patch.object(Programs, name, build))
+        for owner, name in ((Programs, "step"), (BlockPrograms, "steps")):
+            build = beginning(getattr(owner, name))
+            patches.enter_context(mock.patch.object(owner, name, build))
         task.fit()
     loop: RefereedLoop = task.own_loop
     if not loop.over:

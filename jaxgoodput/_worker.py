@@ -156,7 +156,7 @@ class QueueWorker(Worker, Generic[Item]):
     If `handle` raises, `on_error` hears of it and the next item is handled. Without `on_error` the worker
     ends, drops what waits, and raises at the owner's next `put`, `flush` or `close`.
 
-    Once nothing waits, the thread rests for `rest_s` before it looks again, unless somebody waits for it.
+    Once nothing waits, the thread rests for `rest_s` before it looks again, unless it is waited for.
     Waking a thread costs as much as handling a small item, and those that come meanwhile share it.
     """
 

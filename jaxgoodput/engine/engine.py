@@ -33,11 +33,12 @@ from jaxtyping import Array, PyTree
 from jaxgoodput.embedding.table import Lookup
 from jaxgoodput.engine import step as pure
 from jaxgoodput.engine.batch_moves import BatchMoves
+from jaxgoodput.engine.blocks import BlockRunner
 from jaxgoodput.engine.compiled import Moves, ProgramCache
 from jaxgoodput.engine.loss_checks import LossChecks, has_constraints
 from jaxgoodput.engine.memory import step_bytes
 from jaxgoodput.engine.programs.elastic import ElasticPrograms, GroupPrograms
-from jaxgoodput.engine.programs.families import BLOCK, GlobalPrograms, Programs, SeparatePrograms
+from jaxgoodput.engine.programs.families import GlobalPrograms, Programs, SeparatePrograms
 from jaxgoodput.engine.programs.keyless import KeylessCaller
 from jaxgoodput.engine.programs.program import Program, SampleShape
 from jaxgoodput.engine.programs.rows import RowProblem, RowPrograms, WithRows
@@ -224,6 +225,7 @@ class Engine:
         self.world = engines.world
         self.programs = engines.programs_on(layout)
         self._call_keyless = KeylessCaller()
+        self.blocks = BlockRunner(self.programs.blocks, self.compiled, self._call_keyless, layout)
 
     # -- what there is ---------------------------------------------------------------------------
 
@@ -502,7 +504,7 @@ class Engine:
         """Run the last micro-batch and the update in one executable. Not for an elastic job.
 
         Returns the new state and the metrics vector, followed by the sum of every process's `control`; or
-        those of a block, of which it is the first, if it `Programs.loops`.
+        those of a block, of which it is the first, if it `BlockRunner.loops`.
         `measure` takes a noise sample, if a batch of one micro-batch of this size allows it (`can_measure`).
         Donates the state.
         """
@@ -525,57 +527,11 @@ class Engine:
             work.consume()
             return state, metrics
         measure = measure and self.programs.can_measure(shape.micro_batch_size)
-        if not measure and self.programs.loops(shape):
-            wide = self.compiled(self.programs.widened, shape)(batch, mask)
-            return self.steps(state, *wide, count=1)
+        if not measure and self.blocks.loops(shape):
+            return self.blocks.run_one(state, batch, mask)
         run = self.compiled(self.programs.step, shape, measure=measure)
         state, metrics = self._call_keyless(run, state, *inputs)
         return state, metrics
-
-    def block_programs(self, size: Size) -> tuple[partial[Program], ...]:
-        """Return the programs that take a step's rows from a block's, and that run blocks of this size."""
-        shape = self.shape(size)
-        return partial(self.programs.narrowed, shape), partial(self.programs.steps, shape)
-
-    def steps(
-        self, state: TrainState, batch: PyTree, mask: Array, *, first: int = 0, count: int = BLOCK
-    ) -> tuple[TrainState, Array]:
-        """Run `count` steps of one micro-batch each in one executable, on one replica of one process.
-
-        `batch` and `mask` have the rows of the `BLOCK` steps of a block, one after the other. `first` is the
-        number of the first one to run; without `Programs.splits_blocks` all are. Returns the new state and
-        the metrics vectors, `[BLOCK, numbers]`, of which `count` are used. Donates the state. No step takes a
-        noise sample.
-        """
-        state.require_alive()
-        shape, bounds = self._step_shape(batch, mask), ()
-        if self.programs.splits_blocks:
-            bounds = self._counts[first], self._counts[count]
-        elif count != BLOCK:
-            raise ValueError(
-                f"steps() runs all {BLOCK} steps of a block on this device, and got count={count}. Take the "
-                "rows of single ones with step_rows(), and call step()."
-            )
-        run = self.compiled(self.programs.steps, shape)
-        state, metrics = self._call_keyless(run, state, batch, mask, *bounds, *self._numbers)
-        return state, metrics
-
-    def step_rows(self, batch: PyTree, mask: Array, number: int) -> tuple[PyTree, Array]:
-        """Return the batch and mask of one step, from those of a block's steps."""
-        narrowed = self.compiled(self.programs.narrowed, self._step_shape(batch, mask))
-        batch, mask = narrowed(batch, mask, self._counts[number])
-        return batch, mask
-
-    def _step_shape(self, batch: PyTree, mask: Array) -> SampleShape:
-        """Return the shape of a step, from the batch and mask of a block."""
-        wide = self._shape_of(batch, mask)
-        return dataclasses.replace(wide, micro_batch_size=wide.micro_batch_size // BLOCK)
-
-    @cached_property
-    def _counts(self) -> list[Array]:
-        """The numbers from 0 to `BLOCK`, on the devices."""
-        with jax.transfer_guard("allow"):
-            return jax.device_put([np.int32(i) for i in range(BLOCK + 1)], self.layout.replicated)
 
     def step_with_rows(
         self,

@@ -48,7 +48,6 @@ from jaxgoodput.tune.verdict import PROBE_STEPS, Caution, Situation, StrategyOpt
 # that promises to double the goodput is believed.
 UNKNOWN_DOUBT = 1.0
 REST_S = 0.02  # at least, between two looks at finished steps: short ones are dealt with together
-CONSIDER_EVERY = 16  # steps between two looks at whether compiling another size pays
 
 
 class Analyst:
@@ -103,7 +102,6 @@ class Analyst:
         self._timings = StrategyTimings(1, lambda seconds: book("first_execution", seconds))
         self._feeding = FeedingTimes()
         self._evidence = Evidence()
-        self._considered_at = 0  # step at which it was last considered to compile another size
         self._cadence = NoiseCadence(config.statistics.every_steps, config.statistics.overhead)
         self._due = VerdictTimer(
             clock.now(),
@@ -286,9 +284,8 @@ class Analyst:
             self._due.asked(now_s, step, is_known=is_known)
             self._evidence.review(self._noise_scale(metrics.noise.cautious))
         # At every step at first, while most time is left; it does not wait for the tuner.
-        is_time = is_due or self._due.is_warming_up or step >= self._considered_at + CONSIDER_EVERY
+        is_time = is_due or self._due.is_warming_up or self._compiling.is_time(step)
         if self._compiling.is_open and is_time and not self._trials.is_running:
-            self._considered_at = step
             self._compiling.consider(
                 self._situation(step),
                 self._table,

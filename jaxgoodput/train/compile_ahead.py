@@ -39,9 +39,9 @@ WHOLE = 3
 TRIAL_STEPS, SHORT_STEPS = 16, 32
 
 FIXED_ON_CPU_S = 1.5e-3  # 200 operations of a small decoder, and its dispatch
-MEASURING = (
-    1.5  # times as long as a plain step, what measures the noise takes to be compiled, about
-)
+# Times as long as a plain step that what measures the noise takes to be compiled, about.
+MEASURING = 1.5
+CONSIDER_EVERY = 16  # steps between two looks at whether compiling another size pays
 COMPILER_CORES = 1.8  # that a compilation keeps busy
 LEAST_DELAY, MOST_DELAY = 0.1, 0.9  # shares of a compilation's seconds, on a CPU
 
@@ -472,6 +472,11 @@ class CompilationStarter:
         self._strategy = ""  # whose size is being compiled
         self._latest: BatchConfig | None = None
         self._num_steps = 0  # with it, since its trial
+        self._considered_at = 0  # step
+
+    def is_time(self, step: int) -> bool:
+        """Whether to `consider` another size again."""
+        return step >= self._considered_at + CONSIDER_EVERY
 
     @property
     def outlook(self) -> str:
@@ -522,6 +527,7 @@ class CompilationStarter:
     ) -> None:
         """Start compiling another size of the strategy in use if it pays, or all strategies if `of_all`."""
         strategies = self._strategies
+        self._considered_at = situation.step
         whole_s = WHOLE * self._compile_s
         num_strategies = strategies.num_strategies
         if of_all and num_strategies > 1:

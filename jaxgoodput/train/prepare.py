@@ -165,8 +165,7 @@ def prepare(
     )
     restorer = Restorer(setup, checkpoints, opener, data, ledger)
     short = ShortSteps(setup)
-    if initial is None and kept is None and checkpoints.newest() is None:
-        _compile_init_beside(setup, requests, stack)
+    _compile_init_beside(setup, checkpoints, requests, stack, initial, kept)
     restored = restorer.restore(kept)
     tables = restorer.tables or {}
     for table in tables.values():
@@ -257,14 +256,22 @@ def _open_workdir(setup: RunSetup, stack: contextlib.ExitStack) -> Checkpoints:
     return checkpoints
 
 
-def _compile_init_beside(setup: RunSetup, requests: Requests, stack: contextlib.ExitStack) -> None:
+def _compile_init_beside(
+    setup: RunSetup,
+    checkpoints: Checkpoints,
+    requests: Requests,
+    stack: contextlib.ExitStack,
+    *given: object,
+) -> None:
     """Have the program of the initial values compiled on a thread, beside that of the first step.
 
     It is traced here: the user's functions need not be safe to call on two threads. Nothing is compiled if
-    there are several strategies, the first of which may not fit, or processes that would do so together.
+    any values are `given` or restored; nor if there are several strategies, the first of which may not fit,
+    or processes that would do so together.
     """
     engine, *others = setup.engines.values()
-    if others or not is_alone(setup.where) or not setup.config.compiles_behind:
+    is_new = checkpoints.newest() is None and all(x is None for x in given)
+    if not is_new or others or not is_alone(setup.where) or not setup.config.compiles_behind:
         return
     init = partial(engine.programs.fresh.init, ())
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import jaxgoodput as jg
 from jaxgoodput.data.sources import abstract_sample, as_source
 from jaxgoodput.engine.engine import Engines
-from jaxgoodput.engine.programs.families import BLOCK
+from jaxgoodput.engine.programs.blocks import BLOCK, BlockPrograms
 from jaxgoodput.train.start.problem import problem_of
 
 BATCH, CLASSES = 16, 10
@@ -182,7 +182,7 @@ def test_a_block_is_its_steps_up_to_rounding(tmp_path, model, optimizer, dtype):
         part = jax.tree.map(lambda x, i=i: x[i * BATCH : (i + 1) * BATCH], whole)
         state, metrics = engine.step(state, None, *put(part), measure=False)
         one_by_one.append(np.asarray(metrics))
-    at_once, metrics = engine.steps(engine.init(jax.random.key(0)), *put(whole))
+    at_once, metrics = engine.blocks.run(engine.init(jax.random.key(0)), *put(whole))
 
     # Products of a GPU may round to the ten bits of TF32; bfloat16 has eight.
     rtol = 1e-2 if dtype or jax.default_backend() == "gpu" else 1e-4
@@ -202,9 +202,9 @@ def test_a_block_is_its_steps_up_to_rounding(tmp_path, model, optimizer, dtype):
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory):
     engine, whole, put = engine_of(Embedded, tmp_path_factory.mktemp("embedded"), "adagrad")
-    if not engine.programs.splits_blocks:
+    if not engine.blocks.can_split:
         pytest.skip("this device runs blocks only as a whole")
-    state, metrics = engine.steps(engine.init(jax.random.key(0)), *put(whole))
+    state, metrics = engine.blocks.run(engine.init(jax.random.key(0)), *put(whole))
     return engine, put(whole), jax.device_get(state.params), np.asarray(metrics)
 
 
@@ -217,11 +217,11 @@ def test_the_parts_of_a_block_are_the_block(embedded, ends, alone):
     cuts = sorted({0, *ends, BLOCK})
     for first, end in itertools.pairwise(cuts):
         if alone and end == first + 1:
-            with mock.patch.object(engine.programs, "loops_up_to", BATCH):
-                own = engine.step_rows(*rows, first)
+            with mock.patch.object(engine.programs.blocks, "loops_up_to", BATCH):
+                own = engine.blocks.rows(*rows, first)
                 state, packed = engine.step(state, None, *own, measure=False)
         else:
-            state, packed = engine.steps(state, *rows, first=first, count=end - first)
+            state, packed = engine.blocks.run(state, *rows, first=first, count=end - first)
         found += [np.asarray(packed)[: end - first]]
         assert not np.asarray(packed)[end - first :].any()
         assert len(engine.read_all(packed, end - first)) == end - first
@@ -231,6 +231,6 @@ def test_the_parts_of_a_block_are_the_block(embedded, ends, alone):
 
 def test_a_part_is_refused_where_only_whole_blocks_run(embedded):
     engine, rows, *_ = embedded
-    with mock.patch.object(type(engine.programs), "splits_blocks", False):
+    with mock.patch.object(BlockPrograms, "can_split", False):
         with pytest.raises(ValueError, match="count=3"):
-            engine.steps(engine.init(jax.random.key(0)), *rows, count=3)
+            engine.blocks.run(engine.init(jax.random.key(0)), *rows, count=3)

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import Counting, Evaluated, Mean, Recorder, config, counting_config, rows
 
-from jaxgoodput.engine import engine as engines
-from jaxgoodput.engine.engine import Engine
-from jaxgoodput.engine.programs import families
-from jaxgoodput.engine.programs.families import Programs
+from jaxgoodput.engine import blocks as runner
+from jaxgoodput.engine.blocks import BlockRunner
+from jaxgoodput.engine.programs import blocks as programs
+from jaxgoodput.engine.programs.blocks import BlockPrograms
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe.events import Checkpoint, EvalEnd, StepEnd
 from jaxgoodput.train.compile_sizes import SizeCompiler
@@ -41,7 +41,7 @@ def sizes(monkeypatch, request):
     Single steps run in a loop, too, or blocks in parts or only as a whole, as on an accelerator.
     """
     found = []
-    steps = Engine.steps
+    steps = BlockRunner.run
 
     def compile_now(self, programs):
         with jax.transfer_guard("allow"):
@@ -53,10 +53,10 @@ def sizes(monkeypatch, request):
             found.append(count)
         return steps(self, *args, first=first, count=count)
 
-    for module in (families, engines, blocks):
+    for module in (programs, runner, blocks):
         monkeypatch.setattr(module, "BLOCK", 4)
     if request.param == "as a whole":
-        monkeypatch.setattr(Programs, "splits_blocks", False)
+        monkeypatch.setattr(BlockPrograms, "can_split", False)
     if request.param != "in a loop":
         monkeypatch.setattr(looping, "_may_have_blocks", lambda setup: False)
     monkeypatch.setattr(blocks, "LOOK_EVERY", 1)
@@ -68,7 +68,7 @@ def sizes(monkeypatch, request):
     monkeypatch.setattr(looping, "may_round", lambda config: True)
     monkeypatch.setattr(blocks.Blocks, "_compare", lambda self, batch: None)  # tiny steps: chance
     monkeypatch.setattr(SizeCompiler, "compile_soon", compile_now)
-    monkeypatch.setattr(Engine, "steps", counted)
+    monkeypatch.setattr(BlockRunner, "run", counted)
     return found
 
 
@@ -146,7 +146,7 @@ def test_a_run_with_blocks_is_one_without(
         )
 
     num_blocks = compare(folders, sizes, make, data=rows(num_samples))
-    splits = bool(Programs.splits_blocks)  # else there must be four steps between two that measure
+    splits = bool(BlockPrograms.can_split)  # else there must be four steps between two that measure
     is_possible = measure > 4 and num_samples > 17
     assert bool(num_blocks) == (evaluate != 1.0 and (is_possible or splits))
 
@@ -198,13 +198,13 @@ LATER = pytest.mark.parametrize("sizes", MODES[1:], indirect=True)
 @LATER  # else there is nothing to compare with
 def test_blocks_that_take_longer_than_single_steps_are_given_up(tmp_path, sizes, monkeypatch):
     """As a loop of convolutions may on a CPU."""
-    steps = Engine.steps
+    steps = BlockRunner.run
 
     def slow(self, *args, first=0, count):
         time.sleep(0.2)
         return steps(self, *args, first=first, count=count)
 
-    monkeypatch.setattr(Engine, "steps", slow)
+    monkeypatch.setattr(BlockRunner, "run", slow)
     compare_times(monkeypatch)
     settings = counting_config(tmp_path, epochs=100, statistics__every_steps=1000)
     state = Counting(settings, **ONE).fit()
@@ -249,13 +249,13 @@ def test_blocks_pause_if_they_are_slower_twice_and_ever_longer(slow, step):
 @LATER
 def test_blocks_that_seemed_slower_are_tried_again(tmp_path, sizes, monkeypatch):
     """The machine was busy with something else."""
-    slowly, steps = 8, Engine.steps
+    slowly, steps = 8, BlockRunner.run
 
     def disturbed(self, *args, first=0, count):
         time.sleep(0.2 * (len(sizes) < slowly))
         return steps(self, *args, first=first, count=count)
 
-    monkeypatch.setattr(Engine, "steps", disturbed)
+    monkeypatch.setattr(BlockRunner, "run", disturbed)
     monkeypatch.setattr(blocks, "FIRST_PAUSE", 100)
     compare_times(monkeypatch)
     settings = counting_config(tmp_path, epochs=200, statistics__every_steps=1000)

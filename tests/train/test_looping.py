@@ -18,7 +18,8 @@ from scripted import WAIT_S, Scripted, sizes_of
 from jaxgoodput import BatchLimits
 from jaxgoodput.engine.compiled import ProgramCache
 from jaxgoodput.engine.engine import Engine
-from jaxgoodput.engine.programs.families import BLOCK, Programs
+from jaxgoodput.engine.programs.blocks import BLOCK, BlockPrograms
+from jaxgoodput.engine.programs.families import Programs
 from jaxgoodput.engine.programs.program import Program
 from jaxgoodput.train.compile_sizes import SizeCompiler
 from jaxgoodput.train.duties.blocks import Blocks
@@ -85,7 +86,7 @@ def test_a_program_that_was_looked_at_is_not_traced_again(digest):
 @pytest.fixture
 def built(monkeypatch):
     """The plain programs that runs have built: "steps" or "step"."""
-    found, steps, step = [], Programs.steps, Programs.step
+    found, steps, step = [], BlockPrograms.steps, Programs.step
 
     def build_steps(self, shape):
         found.append("steps")
@@ -96,7 +97,7 @@ def built(monkeypatch):
             found.append("step")
         return step(self, shape, measure=measure)
 
-    monkeypatch.setattr(Programs, "steps", build_steps)
+    monkeypatch.setattr(BlockPrograms, "steps", build_steps)
     monkeypatch.setattr(Programs, "step", build_step)
     return found
 
@@ -202,7 +203,7 @@ def test_where_no_part_of_a_block_can_run_the_program_is_compiled_soon(
 ):
     """As on an accelerator; if steps are surely short, and there are enough of them."""
     asked = []
-    monkeypatch.setattr(Programs, "splits_blocks", False)
+    monkeypatch.setattr(BlockPrograms, "can_split", False)
     monkeypatch.setattr(looping, "step_seconds", lambda block: step_s)
     monkeypatch.setattr(SizeCompiler, "compile_soon", lambda self, programs: asked.append(programs))
     compile_soon = ShortSteps.compile_soon

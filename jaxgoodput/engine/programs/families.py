@@ -15,6 +15,7 @@ from jaxtyping import Array, PyTree
 
 from jaxgoodput._jax import looks_for
 from jaxgoodput.engine import step as pure
+from jaxgoodput.engine.programs.blocks import BlockPrograms
 from jaxgoodput.engine.programs.fresh import FreshStates
 from jaxgoodput.engine.programs.keyless import Keyless
 from jaxgoodput.engine.programs.program import Program, SampleShape, shardings_of
@@ -30,7 +31,6 @@ Trees = Sequence[PyTree]
 
 ROWS = PartitionSpec(DATA_AXIS)
 WHOLE = PartitionSpec()
-BLOCK = 8  # steps of a program that runs several
 # Compiles a program, or returns the executable if there is one: `ProgramCache`.
 Compile = Callable[[Callable[[], Program]], Callable[..., Any]]
 
@@ -68,9 +68,6 @@ class Programs(abc.ABC):
         self.param_specs = rules.param_specs(layout, state.params, pure.own_specs(problem))
         self._kept, _ = split(state.params, problem.mask(state.params))
         self._traces = traces
-        # Set them before anything is compiled: the largest micro-batch that `loops`, and whether blocks of
-        # steps may take less time than single steps.
-        self.loops_up_to, self.may_block = 0, True
         # Used to work out shapes alone: one sample fills no pipeline.
         self._uncut_problem = problem
         self._couples = couples
@@ -114,25 +111,28 @@ class Programs(abc.ABC):
         """
         return False
 
-    def loops(self, shape: SampleShape) -> bool:
-        """Whether steps of this shape that measure nothing run as a part of a block (`steps`), even alone.
+    @cached_property
+    def blocks(self) -> BlockPrograms:
+        """The programs of several steps, of one micro-batch each."""
 
-        Then they need one program instead of two. It must be able to run a part: `splits_blocks`.
-        """
-        return shape.micro_batch_size <= self.loops_up_to
+        def step(state: TrainState, rows: Trees) -> tuple[TrainState, Array]:
+            total = self._fused(state, rows, None, measure=False)
+            state, metrics = self._update(state, total, measure=False)
+            return state, self._packed(metrics, rows)
 
-    @property
-    def splits_blocks(self) -> bool:
-        """Whether `steps` may run a part of a block. On an accelerator, the host would wait for each step."""
-        return self._is_on_cpu
+        return BlockPrograms(
+            self.layout,
+            self.abstract_batch,
+            keyless=lambda: self.keyless,
+            step=step,
+            num_numbers=lambda: StepMetrics.num_packed(self.aux_names, len(self.param_groups)),
+        )
 
     def plain(self, shape: SampleShape) -> partial[Program]:
         """Return the program of a step of one micro-batch that measures nothing."""
-        return (
-            partial(self.steps, shape)
-            if self.loops(shape)
-            else partial(self.step, shape, measure=False)
-        )
+        if self.blocks.loops(shape):
+            return partial(self.blocks.steps, shape)
+        return partial(self.step, shape, measure=False)
 
     def training(self, shape: SampleShape, *, accumulate: bool) -> tuple[partial[Program], ...]:
         """Return the programs without which this micro-batch shape cannot be used."""
@@ -144,7 +144,7 @@ class Programs(abc.ABC):
 
     def alone(self, shape: SampleShape) -> tuple[partial[Program], ...]:
         """Return the programs of a step of one micro-batch that measures nothing."""
-        more = (partial(self.widened, shape),) if self.loops(shape) else ()
+        more = (partial(self.blocks.widened, shape),) if self.blocks.loops(shape) else ()
         return (self.plain(shape), *more)
 
     def last(self, shape: SampleShape, *, alone: bool) -> tuple[partial[Program], ...]:
@@ -158,7 +158,7 @@ class Programs(abc.ABC):
         """
         if not self.can_measure(shape.micro_batch_size):
             return ()
-        more = (partial(self.narrowed, shape),) if self.loops(shape) else ()
+        more = (partial(self.blocks.narrowed, shape),) if self.blocks.loops(shape) else ()
         return (*more, partial(self.step, shape, measure=True))
 
     def ahead(self, shape: SampleShape, *, accumulate: bool) -> tuple[partial[Program], ...]:
@@ -437,79 +437,6 @@ class Programs(abc.ABC):
         out = (self.layout.replicated,)
         is_seldom = measure and not self.problem.measures_often
         return self.keyless.program(run, (0,), inputs, out, is_seldom=is_seldom)
-
-    def steps(self, shape: SampleShape) -> Program:
-        """Build up to `BLOCK` steps of one micro-batch each, without noise samples, for one dispatch.
-
-        It goes from (state, key, batch, mask) to (state, packed metrics `[BLOCK, numbers]`), for one replica
-        and process. The batch has the rows of all steps, one after the other. If it `splits_blocks`, it takes
-        the number of the first step to run and their number, too, and the metrics are followed by zeros. A
-        loop: it is compiled in the time of one step, each step as it is alone, and takes less time than as
-        many copies of the step.
-        """
-        splits, size = self.splits_blocks, BLOCK * shape.micro_batch_size
-        wide = self.abstract_batch(dataclasses.replace(shape, micro_batch_size=size))
-        number = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.layout.replicated)
-
-        def run(state: TrainState, *inputs: PyTree):
-            key, bounds, numbers = state.key, inputs[2:4], inputs[4:]
-            bounds, numbers = (bounds, numbers) if splits else ((0, BLOCK), inputs[2:])
-            rows = jax.tree.map(lambda x: x.reshape(BLOCK, -1, *x.shape[1:]), inputs[:2])
-            begun = dataclasses.replace(state, key=None)
-
-            def one(state: TrainState, rows: Trees) -> tuple[TrainState, Array]:
-                state, inputs = dataclasses.replace(state, key=key), (*rows, *numbers)
-                total = self._fused(state, inputs, None, measure=False)
-                state, metrics = self._update(state, total, measure=False)
-                return dataclasses.replace(state, key=None), self._packed(metrics, inputs)
-
-            if not splits:
-                return jax.lax.scan(one, begun, rows)
-            (first, count), num_numbers = bounds, self._num_numbers
-
-            def next_one(i: Array, carried: tuple[TrainState, Array]) -> tuple[TrainState, Array]:
-                state, found = carried
-                mine = jax.tree.map(
-                    lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), rows
-                )
-                state, packed = one(state, mine)
-                return state, found.at[i - first].set(packed)
-
-            found = jnp.zeros((BLOCK, num_numbers), jnp.float32)
-            return jax.lax.fori_loop(first, first + count, next_one, (begun, found))
-
-        inputs = (*wide, *((number, number) if splits else ()))
-        return self.keyless.program(run, (0,), inputs, (self.layout.replicated,))
-
-    @property
-    def _num_numbers(self) -> int:
-        """How many numbers a step's packed metrics have, in one process."""
-        assert not self.control_size  # blocks run in one process
-        return StepMetrics.num_packed(self.aux_names, len(self.param_groups))
-
-    def widened(self, shape: SampleShape) -> Program:
-        """Build the program from (batch, mask) of one step to those of a block, of which it is the first."""
-        inputs = self.abstract_batch(shape)[:2]
-
-        def run(*inputs: PyTree) -> PyTree:
-            return jax.tree.map(lambda x: jnp.tile(x, (BLOCK, *[1] * (x.ndim - 1))), inputs)
-
-        return Program(run, (), inputs, self.layout.batch_sharding, is_seldom=True)
-
-    def narrowed(self, shape: SampleShape) -> Program:
-        """Build the program from (batch, mask) of a block and the number of a step to those of that step."""
-        size = BLOCK * shape.micro_batch_size
-        wide = self.abstract_batch(dataclasses.replace(shape, micro_batch_size=size))[:2]
-        number = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.layout.replicated)
-
-        def run(batch: PyTree, mask: Array, number: Array) -> PyTree:
-            def one(x: Array) -> Array:
-                parts = x.reshape(BLOCK, -1, *x.shape[1:])
-                return jax.lax.dynamic_index_in_dim(parts, number, keepdims=False)
-
-            return jax.tree.map(one, (batch, mask))
-
-        return Program(run, (), (*wide, number), self.layout.batch_sharding, is_seldom=True)
 
     def step_after(self, shape: SampleShape) -> Program:
         """Build the last micro-batch after others, fused with the update; donates the state.

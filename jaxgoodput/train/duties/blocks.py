@@ -27,7 +27,7 @@ from absl import logging
 from jaxgoodput._jax import looks_for
 from jaxgoodput.data.loader import StepBatch
 from jaxgoodput.engine.memory import step_bytes
-from jaxgoodput.engine.programs.families import BLOCK
+from jaxgoodput.engine.programs.blocks import BLOCK
 from jaxgoodput.engine.programs.program import Program
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.train.analyst import Analyst
@@ -83,7 +83,7 @@ class Blocks:
 
     def _most(self, block: StepBatch, num_free: float) -> int:
         """Return how many steps of a block to dispatch at once, if `num_free` need no attention."""
-        if self.start.now.engine.programs.splits_blocks:
+        if self.start.now.engine.blocks.can_split:
             return max(int(min(num_free, block.count)), 1)
         return BLOCK if block.count == BLOCK <= num_free else 1
 
@@ -92,7 +92,7 @@ class Blocks:
         now, batch = self.start.now, self.start.now.batch
         if not self._are_possible(batch):
             return False
-        if now.engine.programs.loops(now.engine.shape(batch.micro_batch_size)):
+        if now.engine.blocks.loops(now.engine.shape(batch.micro_batch_size)):
             return self._left() >= BLOCK and not self.analyst.step_s(batch) >= SHORT_S
         if batch != self._since[0]:
             self._since = batch, now.step
@@ -124,7 +124,8 @@ class Blocks:
 
     def _programs(self, batch: BatchConfig) -> tuple[partial[Program], ...]:
         """Return the programs that run blocks of a batch, and take single steps out of them."""
-        return self.start.now.engine.block_programs(batch.micro_batch_size)
+        engine = self.start.now.engine
+        return engine.blocks.programs(engine.shape(batch.micro_batch_size))
 
     def _compare(self, batch: BatchConfig) -> None:
         """Find out what blocks save; if they take longer twice, none are dispatched for a while.
@@ -154,7 +155,7 @@ class Blocks:
 
         def programs_of(size: int) -> Sequence[partial[Program]]:
             is_short = size <= most * batch.micro_batch_size  # if they grow in proportion
-            return engine.block_programs(size) if is_short else ()
+            return engine.blocks.programs(engine.shape(size)) if is_short else ()
 
         self.start.strategies.compiler(batch.strategy).compile_along(programs_of)
 
@@ -162,7 +163,7 @@ class Blocks:
         start = self.start
         return (
             may_round(self.config)
-            and start.now.engine.programs.may_block
+            and start.now.engine.blocks.may_pay
             and start.run.runs_blocks
             and start.loader.can_read_blocks
             and batch.num_replicas == batch.num_micro_batches == 1

@@ -59,10 +59,10 @@ class Alone:
             work = engine.accumulate(work or engine.begin(now.state), micro.data, micro.mask)
         data, mask = last.data, last.mask
         if batch.first is not None:
-            if batch.count > 1 or (engine.programs.splits_blocks and not measured):
+            if batch.count > 1 or (engine.blocks.can_split and not measured):
                 part = {"first": batch.first, "count": batch.count}
-                return Dispatched(*engine.steps(now.state, data, mask, **part))
-            data, mask = engine.step_rows(data, mask, batch.first)
+                return Dispatched(*engine.blocks.run(now.state, data, mask, **part))
+            data, mask = engine.blocks.rows(data, mask, batch.first)
         step = self.feed.step_of(engine)
         options = {"measure": measured, "control": control}
         return Dispatched(*step(now.state, work, data, mask, **options))

@@ -1,7 +1,7 @@
 """Decides whether short steps run in a loop of one program, even those that are dispatched alone.
 
 A block of short steps, dispatched at once, takes a fraction of the time of as many single ones. On a CPU its
-program may also run a part of the block (`Programs.splits_blocks`): a single step in it takes no longer than
+program may also run a part of the block (`BlockPrograms.can_split`): a single step in it takes no longer than
 in a program of its own, and it is compiled in the same time. So there is one program for both. Only
 convolutions, above all their gradients, may take several times as long in a loop of XLA:CPU, and have none.
 
@@ -48,11 +48,12 @@ class ShortSteps:
         if jaxpr is None:
             return
         self._step_s = step_seconds(jaxpr)
-        if not engine.programs.splits_blocks:
+        blocks = engine.programs.blocks
+        if not blocks.can_split:
             return
-        engine.programs.may_block = "conv_general_dilated" not in primitives(jaxpr)
-        if engine.programs.may_block:
-            engine.programs.loops_up_to = int(size * SHORT_S / self._step_s)
+        blocks.may_pay = "conv_general_dilated" not in primitives(jaxpr)
+        if blocks.may_pay:
+            blocks.loops_up_to = int(size * SHORT_S / self._step_s)
 
     def compile_soon(self, strategies: StrategyCompiler, batch: BatchConfig) -> None:
         """Have blocks of the first batch compiled beside the first steps, if they surely pay.
@@ -67,10 +68,10 @@ class ShortSteps:
             batch.global_batch_size == config.batch.base,
         )
         pays = _num_steps(self._setup) * SAVED_S > COMPILING_S and config.compiles_behind
-        if not pays or not is_base or batch.num_micro_batches > 1 or engine.programs.splits_blocks:
+        if not pays or not is_base or batch.num_micro_batches > 1 or engine.blocks.can_split:
             return
         if self._step_s <= SURELY_SHORT_S:
-            programs = engine.block_programs(batch.micro_batch_size)
+            programs = engine.blocks.programs(engine.shape(batch.micro_batch_size))
             strategies.compiler(batch.strategy).compile_soon(programs)
 
 
@@ -91,7 +92,7 @@ def may_round(config: Config) -> bool:
 
 def _traced(engine: Engine, size: int) -> Jaxpr | None:
     """Trace a block of steps; None if that fails."""
-    _, steps = engine.block_programs(size)
+    _, steps = engine.blocks.programs(engine.shape(size))
     try:
         return engine.compiled.look_at(steps).traced.jaxpr.jaxpr
     except Exception as error:  # what is wrong with a step by itself shows where that is traced
