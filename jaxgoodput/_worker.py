@@ -217,7 +217,7 @@ class QueueWorker(Worker, Generic[Item]):
         self._is_awaited.set()
 
     def _next(self) -> tuple[Item] | Callable[[], None] | None:
-        """Wait for what comes next; rests before, if nothing does yet."""
+        """Wait for what comes next; rest first if nothing waits."""
         if self._rest_s and self._queue.empty():
             self._is_awaited.wait(self._rest_s)
             self._is_awaited.clear()  # before looking: what is put from now on sets it again

@@ -128,7 +128,8 @@ def test_workers_are_forgotten_when_they_end_and_their_errors_are_delivered():
 def test_a_rest_puts_off_what_comes_meanwhile_and_nobody_waits_for_it():
     handled, first = [], threading.Event()
     with QueueWorker("test", lambda x: (handled.append(x), first.set()), rest_s=60.0) as worker:
-        worker.flush()  # ends the first rest
+        time.sleep(0.1)  # it rests
+        worker.flush()
         worker.put(0)
         assert worker.flush(30.0) and handled == [0]
         worker.put(1)

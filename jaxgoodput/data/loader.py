@@ -90,7 +90,7 @@ class Loader:
       drop_last: drop the rest of the samples at the end instead of handing them out as a smaller batch. That
         batch is padded by fewer samples than there are replicas.
       prefetch: number of batches that wait on the devices, besides those in use; 0 reads on the caller's
-        thread.
+        thread. Small micro-batches are read up to eight at a time (`read_ahead.TOGETHER`).
       num_readers: see `Readers`.
       num_retries: see `Readers`.
       on_host: function of the rows of every micro-batch, padding included, which is called in the background

@@ -290,7 +290,7 @@ class MicroBatchReader:
 
         Returns how many of them are samples.
         """
-        held, _ = self.whole(sharding, num_rows)
+        held, _ = self._whole(sharding, num_rows)
         rows = np.concatenate([first + held for first in firsts])
         mine = rows[rows < len(places.indices)]
         # If rows are missing, one more sample is read to pad with, even if there is no other.
@@ -306,7 +306,7 @@ class MicroBatchReader:
         count: int = 1,
     ) -> list[MicroBatch]:
         """Wait for the rows of `count` micro-batches, and put them on the devices, in one call."""
-        held, full_mask = self.whole(sharding, num_rows)
+        held, full_mask = self._whole(sharding, num_rows)
         num_padded = count * len(held) - num_mine
         rows = reading.result()
         self._kind = check_same_kind(rows, self._kind, num_mine + bool(num_padded))
@@ -324,7 +324,7 @@ class MicroBatchReader:
             for data, rows in zip(placed, each, strict=True)
         ]
 
-    def whole(self, sharding: NamedSharding, num_rows: int) -> tuple[np.ndarray, Array]:
+    def _whole(self, sharding: NamedSharding, num_rows: int) -> tuple[np.ndarray, Array]:
         """Return which of `num_rows` rows this process holds, and a mask of ones, which is made once.
 
         Steps alone, blocks of them and last batches take turns, so those of several sizes are kept.

@@ -6,7 +6,7 @@ a micro-batch changes, everything that was read ahead is dropped, and reading re
 micro-batch is a run of consecutive samples, so a change of `num_micro_batches` alone drops nothing.
 
 If several threads read the source (`readers`), reads of later micro-batches begin before the first one is
-finished. If a single thread reads it, in no time, several small micro-batches are read and put on the devices
+finished. If a single thread reads it quickly, several small micro-batches are read and put on the devices
 together: beside short steps, waking a thread and calling JAX takes longer than reading.
 """
 
@@ -224,7 +224,13 @@ class ReadAhead:
         elif isinstance(found, ReadFailure) and count > 1 and isinstance(found.error, Exception):
             # Those before the one that fails are handed out, and it is named.
             self._count, self._has_failed = 1, True
-            logging.warning("Micro-batches are read one by one from here on. %s", found.message)
+            logging.warning(
+                "%d micro-batches that were read together could not be loaded (%s: %s). They are read one by "
+                "one from here on.",
+                count,
+                type(found.error).__name__,
+                found.error,
+            )
         else:
             self._queue.append(found)
         self._changed.notify_all()

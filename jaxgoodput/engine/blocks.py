@@ -40,6 +40,16 @@ class BlockRunner:
         """Whether steps of this shape that measure nothing run as a part of a block, even alone."""
         return self._programs.loops(shape)
 
+    def stop_looping(self, shape: SampleShape) -> bool:
+        """Have single steps of this shape, and larger ones, run by themselves; call it before any was run.
+
+        A block holds the rows of all its steps, and may need too much memory. Returns whether they did not.
+        """
+        loops = self.loops(shape)
+        if loops:
+            self._programs.loops_up_to = shape.micro_batch_size - 1
+        return loops
+
     def programs(self, shape: SampleShape) -> tuple[partial[Program], partial[Program]]:
         """Return the programs that take a step's rows from a block's, and that run blocks of this shape."""
         return self._programs.of(shape)

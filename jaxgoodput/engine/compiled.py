@@ -70,6 +70,10 @@ class ProgramCache:
         self._traced[key] = made, self._clock.now() - began_s
         return made
 
+    def forget(self, program: functools.partial[Program]) -> None:
+        """Forget that `program` was traced, as it will not be compiled."""
+        self._traced.pop(_key(program, (), {}), None)
+
     def _made(self, key: Hashable, build: Callable[[], Compilable[T_co]]) -> T_co:
         """Return the executable of what `build` returns, and note what is known of it under `key`."""
         began_s = self._clock.now()

@@ -394,6 +394,10 @@ class Engine:
         """Return the predicted peak bytes per device of a step; None until it is compiled."""
         return self._largest(*self.training_programs(size, accumulate=True))
 
+    def stop_looping(self, size: Size) -> bool:
+        """Have single steps of this size, and larger ones, run by themselves; see `BlockRunner`."""
+        return self.blocks.stop_looping(self.shape(size))
+
     def measuring_bytes_of(self, size: Size) -> StepBytes | None:
         """Return the predicted peak bytes of a step that measures noise; None until it is compiled."""
         return self._largest(*self.measuring_programs(size))

@@ -258,7 +258,7 @@ class Analyst:
         ticket, parts = result.ticket, result.parts
         if is_changed and not ticket.timed:
             key = self._timings.key(ticket.config, measured=ticket.measured)
-            self._timings.switches.add_first_step(key, parts.step_s)
+            self._timings.switches.add_first_steps(key, parts.step_s, ticket.num_together)
         if not ticket.is_last:
             return
         if ticket.timed and result.metrics.is_finite:

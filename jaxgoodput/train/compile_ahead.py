@@ -41,6 +41,9 @@ TRIAL_STEPS, SHORT_STEPS = 16, 32
 FIXED_ON_CPU_S = 1.5e-3  # 200 operations of a small decoder, and its dispatch
 # Times as long as a plain step that what measures the noise takes to be compiled, about.
 MEASURING = 1.5
+TRIAL_WAIT_S = (
+    5.0  # for the trial of a compiled size, before the noise of the one in use is measured
+)
 CONSIDER_EVERY = 16  # steps between two looks at whether compiling another size pays
 COMPILER_CORES = 1.8  # that a compilation keeps busy
 LEAST_DELAY, MOST_DELAY = 0.1, 0.9  # shares of a compilation's seconds, on a CPU
@@ -448,8 +451,8 @@ class CompilationStarter:
     begins. Nothing is started unless the run `explores`.
 
     With the base batch the noise changes nothing: it only says what other batches are worth. If the run
-    `saves`, what measures it there is compiled once exploring begins, or once the time that has passed has
-    earned it (`Account`).
+    `saves`, what measures it there is compiled once another size is ready or worth exploring, or once the
+    time that has passed has earned it (`Account`).
     """
 
     def __init__(
@@ -473,6 +476,7 @@ class CompilationStarter:
         self._latest: BatchConfig | None = None
         self._num_steps = 0  # with it, since its trial
         self._considered_at = 0  # step
+        self._due_since_s = began_s  # when no trial was due last
 
     def is_time(self, step: int) -> bool:
         """Whether to `consider` another size again."""
@@ -490,10 +494,14 @@ class CompilationStarter:
             self._explorer.compiled(strategies.engine(self._strategy).compile_s(size), table)
         if is_trial or ticket.config != self._latest:
             self._latest, self._num_steps = ticket.config, 0
-        self._num_steps += not is_trial
+        self._num_steps += 0 if is_trial else ticket.num_together
         # A size that is about to be tried may replace this one. What measures would disturb its trial, or be
-        # compiled in vain.
-        is_next = self._explorer.compiling is not None or self._explorer.is_trial_due
+        # compiled in vain. A trial that does not come is not waited for.
+        explorer, now_s = self._explorer, ticket.began_s
+        if explorer.compiling is not None or not explorer.is_trial_due:
+            self._due_since_s = now_s
+        is_due = explorer.is_trial_due and now_s - self._due_since_s <= TRIAL_WAIT_S
+        is_next = explorer.compiling is not None or is_due
         is_passing = (
             is_next
             and strategies.compiles_one_by_one
@@ -505,8 +513,10 @@ class CompilationStarter:
     def _may_measure(self, ticket: Ticket) -> bool:
         """Whether to measure the noise of a batch that is kept."""
         strategies, config = self._strategies, ticket.config
+        if not self._saves or self._explorer.has_begun:
+            return True
         is_base = config.global_batch_size == strategies.limits(config.strategy).base
-        if not (self._saves and is_base) or self._explorer.has_begun:
+        if not is_base or len(strategies.ready(config.strategy)) > 1:
             return True
         price_s = MEASURING * self._compile_s * strategies.delay
         return EARNINGS * (ticket.began_s - self._began_s) >= price_s

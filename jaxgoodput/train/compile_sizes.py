@@ -441,6 +441,9 @@ class SizeCompiler:
         need = engine.bytes_of(size)
         assert need is not None
         fits = need.peak <= self._budget
+        if not fits and engine.stop_looping(size):
+            self._try(size)
+            return
         with self._changed:
             self._known[size] = need
             if not fits:

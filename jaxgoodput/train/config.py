@@ -119,7 +119,10 @@ class Execution:
     memory_margin: Share = 0.08
     """Share of the memory that is left free."""
     prefetch: CountOrZero = 2
-    """Number of global batches that are read ahead and wait on the devices; 0 reads each when it is due."""
+    """Number of global batches that are read ahead and wait on the devices; 0 reads each when it is due.
+
+    Small batches are read eight at a time; steps that are dispatched together count as one batch.
+    """
     readers: Count | None = None
     """Number of threads that read a data set sample by sample; None for a default.
 

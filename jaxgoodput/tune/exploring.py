@@ -100,7 +100,7 @@ class Explorer:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a size was ever chosen."""
+        """Whether a size is being compiled, or was."""
         return self.compiling is not None or self.account.spent_s > 0
 
     def next(
@@ -201,6 +201,7 @@ class Hopes:
         hopes = np.where(batches <= situation.largest, hopes, 0.0).max(axis=1)
         is_ready = np.isin(sizes, list(here.ready))
         is_untried = is_ready & ~np.isin(sizes, [*here.timed, current.micro_batch_size])
+        is_untried &= batches[:, 0] >= situation.floor
         best = float(hopes[is_ready & ~is_untried].max(initial=1.0))
         return cls(
             sizes=sizes,

@@ -231,18 +231,18 @@ class SwitchCosts:
     def __init__(self, book: Callable[[float], None]):
         self._book = book
         self._costs_s: deque[float] = deque(maxlen=9)
-        self._first: tuple[TimingKey, float] | None = None  # not compared yet
+        self._first: tuple[TimingKey, float, int] | None = None  # not compared yet
 
-    def add_first_step(self, key: TimingKey, seconds: float) -> None:
-        """Note the seconds of the first step after a change; `compare` books its cost later."""
-        self._first = key, seconds
+    def add_first_steps(self, key: TimingKey, step_s: float, count: int) -> None:
+        """Note the first steps after a change, dispatched together; `compare` books their cost later."""
+        self._first = key, step_s, count
 
     def compare(self, table: TimingTable) -> None:
         """Book how much longer the first step took than usual ones, once `table` has enough of its kind."""
         if self._first is None or table.count(self._first[0]) < MIN_COUNT:
             return
-        key, seconds = self._first
-        cost_s = max(seconds - table.median_s(key), 0.0)
+        key, step_s, count = self._first
+        cost_s = max(step_s - table.median_s(key), 0.0) * count
         self._costs_s.append(cost_s)
         self._book(cost_s)
         self._first = None

@@ -35,6 +35,9 @@ class Scripted(Engine):
     def can_measure(self, size: Any) -> bool:
         return True
 
+    def stop_looping(self, size: Any) -> bool:
+        return False
+
     def measuring_programs(self, size: Any) -> Any:
         return (partial(self._program, "step_measured", size),)
 

@@ -47,7 +47,7 @@ def told(runs):
     table: Any = mock.Mock(spec=TimingTable)
     table.step_s = lambda num_nodes, config: STEP_S[config]
     for index, is_trial, count in runs:
-        ticket: Any = mock.Mock(spec=Ticket)
+        ticket: Any = mock.Mock(spec=Ticket, num_together=1, began_s=0.0)
         ticket.config = CONFIGS[index]
         for _ in range(count):
             starter.stepped(ticket, table, is_trial=is_trial)
@@ -72,9 +72,9 @@ def test_a_batch_is_adopted_while_it_is_kept(runs):
     assert told(runs) == expected
 
 
-@given(st.booleans(), st.booleans(), st.booleans(), st.booleans())
+@given(*[st.booleans()] * 4, st.sampled_from(["decided", "waited"]))
 def test_what_measures_is_not_compiled_before_a_trial_that_is_due(
-    is_compiling, is_due, is_known, one_by_one
+    is_compiling, is_due, is_known, one_by_one, end
 ):
     """It would disturb the trial, or be compiled in vain; but it is if no noise can be measured otherwise."""
     strategies: Any = mock.Mock(spec=StrategyCompiler, delay=0.3, least_delay=0.0)
@@ -84,14 +84,17 @@ def test_what_measures_is_not_compiled_before_a_trial_that_is_due(
     starter = CompilationStarter(strategies, 1.0, 0.0, explores=True)
     explorer, table = starter._explorer, mock.Mock(spec=TimingTable)
     table.step_s = lambda num_nodes, config: STEP_S[config]
-    ticket: Any = mock.Mock(spec=Ticket)
+    ticket: Any = mock.Mock(spec=Ticket, num_together=1, began_s=0.0)
     ticket.config = CONFIGS[0]
     explorer.compiling, explorer.is_trial_due = (16 if is_compiling else None), is_due
     for _ in range(SHORT_STEPS):
         starter.stepped(ticket, table, is_trial=False)
     waits = (is_compiling or is_due) and is_known and one_by_one
     assert strategies.adopt.called is not waits
-    explorer.compiling, explorer.is_trial_due = None, False
+    if end == "decided":
+        explorer.compiling, explorer.is_trial_due = None, False
+    else:  # compiled, and no trial comes
+        explorer.compiling, ticket.began_s = None, compile_ahead.TRIAL_WAIT_S + 1
     starter.stepped(ticket, table, is_trial=False)
     assert strategies.adopt.called
 
@@ -101,27 +104,30 @@ def test_what_measures_is_not_compiled_before_a_trial_that_is_due(
     is_base=st.booleans(),
     has_begun=st.booleans(),
     num_strategies=st.integers(1, 2),
+    has_other=st.booleans(),
     passed_s=st.floats(0, 1e3),
     compile_s=st.floats(0.1, 10),
 )
 def test_at_the_base_batch_the_noise_is_measured_once_that_may_change_anything_or_is_earned(
-    saves, is_base, has_begun, num_strategies, passed_s, compile_s
+    saves, is_base, has_begun, num_strategies, has_other, passed_s, compile_s
 ):
     strategies: Any = mock.Mock(spec=StrategyCompiler, delay=0.5, least_delay=0.0)
     strategies.compiles_one_by_one = True
     strategies.num_strategies = num_strategies
     strategies.limits.return_value = BatchLimits(base=1 if is_base else 2, max=64)
+    strategies.ready.return_value = (1, 4) if has_other else (1,)
     starter = CompilationStarter(strategies, compile_s, 10.0, explores=True, saves=saves)
     if has_begun:
         starter._explorer.account.spend(1.0)
     table: Any = mock.Mock(spec=TimingTable)
     table.step_s = lambda num_nodes, config: STEP_S[config]
-    ticket: Any = mock.Mock(spec=Ticket)
+    ticket: Any = mock.Mock(spec=Ticket, num_together=1, began_s=0.0)
     ticket.config, ticket.began_s = CONFIGS[0], 10.0 + passed_s
     for _ in range(SHORT_STEPS):
         starter.stepped(ticket, table, is_trial=False)
     is_earned = EARNINGS * passed_s >= MEASURING * compile_s * 0.5
-    waits = saves and num_strategies == 1 and is_base and not has_begun and not is_earned
+    may_change = has_begun or has_other
+    waits = saves and num_strategies == 1 and is_base and not may_change and not is_earned
     assert strategies.adopt.called is not waits
 
 
@@ -146,7 +152,7 @@ def test_a_batch_that_a_trial_has_interrupted_measures_in_the_end():
     table.step_s = lambda num_nodes, config: SHORT_S * 2
     for size, is_trial in ((16, False), (64, True), (16, False)):
         sizes.near(size)
-        ticket: Any = mock.Mock(spec=Ticket)
+        ticket: Any = mock.Mock(spec=Ticket, num_together=1, began_s=0.0)
         ticket.config = dataclasses.replace(CONFIGS[0], micro_batch_size=size)
         for _ in range(TRIAL_STEPS):
             starter.stepped(ticket, table, is_trial=is_trial)

@@ -1,5 +1,6 @@
 """Short steps run in a loop of one program, and blocks of sizes on trial are compiled along with them."""
 
+import dataclasses
 import threading
 from functools import partial
 from types import SimpleNamespace
@@ -12,15 +13,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import Counting, counting_config
+from problems import Counting, Recorder, counting_config
 from scripted import WAIT_S, Scripted, sizes_of
 
 from jaxgoodput import BatchLimits
 from jaxgoodput.engine.compiled import ProgramCache
 from jaxgoodput.engine.engine import Engine
-from jaxgoodput.engine.programs.blocks import BLOCK, BlockPrograms
+from jaxgoodput.engine.programs.blocks import BlockPrograms
 from jaxgoodput.engine.programs.families import Programs
 from jaxgoodput.engine.programs.program import Program
+from jaxgoodput.observe.events import StepEnd
 from jaxgoodput.train.compile_sizes import SizeCompiler
 from jaxgoodput.train.duties.blocks import Blocks
 from jaxgoodput.train.start import looping
@@ -30,15 +32,13 @@ ONE: dict[str, Any] = {"devices": jax.devices()[:1]}
 
 
 def looped(function, *shapes, splits):
-    """The jaxpr of a block of steps, each of which is `function`."""
+    """The jaxpr of a step that is `function`, or of a block of such steps that can be split."""
 
     def block(count, *arguments):
         def step(_, x):
             return jax.tree.map(lambda a, b: a + 0 * b.sum(), x, function(*x))
 
-        if splits:
-            return jax.lax.fori_loop(0, count, step, arguments)
-        return jax.lax.scan(lambda x, i: (step(i, x), None), arguments, jnp.arange(BLOCK))
+        return jax.lax.fori_loop(0, count, step, arguments) if splits else step(0, arguments)
 
     values = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     return jax.make_jaxpr(block)(jax.ShapeDtypeStruct((), jnp.int32), *values).jaxpr
@@ -62,7 +62,8 @@ def test_trips_that_are_not_known_are_not_short(splits):
     def step(x):
         return (jax.lax.while_loop(lambda y: y[0] < 9, lambda y: y + 1, x),)
 
-    assert step_seconds(looped(step, (4,), splits=splits)) == float("inf")
+    jaxpr = looped(step, (4,), splits=splits)
+    assert step_seconds(jaxpr) == float("inf") or not splits
 
 
 @pytest.mark.parametrize("digest", [True, False])
@@ -166,6 +167,28 @@ def test_nor_one_of_a_large_model_or_of_long_steps(tmp_path, built, monkeypatch)
     monkeypatch.setattr(looping, "ADDITIONS", 1.0 / looping.SHORT_S)
     Counting(free(tmp_path / "large", epochs=2), **ONE).fit()
     assert "steps" not in built
+
+
+@pytest.mark.parametrize("most", [0, 16, 64])
+def test_steps_whose_block_does_not_fit_have_a_program_of_their_own(
+    tmp_path, built, monkeypatch, most
+):
+    """It holds the rows of all its steps. No size is refused because of that."""
+    bytes_of = Engine.bytes_of
+
+    def scarce(self, size):
+        need = bytes_of(self, size)
+        is_large = self.blocks.loops(self.shape(size)) and self.shape(size).micro_batch_size > most
+        return dataclasses.replace(need, temporaries=2**60) if need and is_large else need
+
+    monkeypatch.setattr(Engine, "bytes_of", scarce)
+    limits = BatchLimits(base=16, max=32, micro=(16, 32))
+    recorder = Recorder()
+    settings = free(tmp_path, epochs=400, policy={0: 16, 0.5: 32}, batch=limits)
+    state = Counting(settings, hooks=[recorder], **ONE).fit()
+    np.testing.assert_array_equal(state.params["count"], 400)
+    assert {e.num_samples for e in recorder.events if isinstance(e, StepEnd)} == {16, 32}
+    assert ("step" in built) is (most < 32)
 
 
 class Convolving(Counting):
@@ -312,14 +335,16 @@ def test_the_initial_values_are_compiled_beside_the_first_step(tmp_path, inits, 
     assert len(inits) == 1, "a run that goes on has its values"
 
 
-def test_what_fails_there_is_raised_where_the_values_are_needed(tmp_path, monkeypatch):
-    compiled = Program.compiled
+def test_what_fails_there_is_compiled_again_where_the_values_are_needed(tmp_path, monkeypatch):
+    compiled, failed = Program.compiled, []
 
     def fails(self, lowered):
         if threading.current_thread().name == "jaxgoodput-init":
+            failed.append(1)
             raise RuntimeError("the compiler ran out of memory")
         return compiled(self, lowered)
 
     monkeypatch.setattr(Program, "compiled", fails)
     state = Counting(free(tmp_path, epochs=2), **ONE).fit()
     np.testing.assert_array_equal(state.params["count"], 2)
+    assert failed

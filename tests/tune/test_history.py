@@ -123,7 +123,7 @@ def test_a_change_costs_what_its_first_step_takes_beyond_the_usual():
     booked, timings = [], StrategyTimings(num_nodes=1)
     costs = SwitchCosts(booked.append)
     assert costs.median_s == 0.0
-    costs.add_first_step(timings.key(at(64), measured=False), 5.0)
+    costs.add_first_steps(timings.key(at(64), measured=False), 5.0, 1)
     costs.compare(timings.table(""))
     assert not booked, "nothing to compare it with yet"
     costs.compare(timed(timings, at(64), 2.0)[0])

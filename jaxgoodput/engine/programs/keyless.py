@@ -63,7 +63,8 @@ class KeylessCaller:
 
     def __call__(self, run: Callable[..., Any], state: TrainState, *inputs: Any) -> tuple[Any, ...]:
         """Return the next state, with the same key, and the other results."""
-        if self._newest is None or self._newest[0] is not state.key:
-            self._newest = state.key, jax.random.key_data(state.key)
-        new, *results = run(dataclasses.replace(state, key=None), self._newest[1], *inputs)
+        newest = self._newest  # another thread may replace it meanwhile, to rehearse a size
+        if newest is None or newest[0] is not state.key:
+            newest = self._newest = state.key, jax.random.key_data(state.key)
+        new, *results = run(dataclasses.replace(state, key=None), newest[1], *inputs)
         return dataclasses.replace(new, key=state.key), *results

@@ -84,7 +84,8 @@ class Blocks:
     def _most(self, block: StepBatch, num_free: float) -> int:
         """Return how many steps of a block to dispatch at once, if `num_free` need no attention."""
         if self.start.now.engine.blocks.can_split:
-            return max(int(min(num_free, block.count)), 1)
+            is_long = self.analyst.step_s(block.config) >= SHORT_S
+            return 1 if is_long else max(int(min(num_free, block.count)), 1)
         return BLOCK if block.count == BLOCK <= num_free else 1
 
     def _is_ready(self) -> bool:
@@ -93,7 +94,7 @@ class Blocks:
         if not self._are_possible(batch):
             return False
         if now.engine.blocks.loops(now.engine.shape(batch.micro_batch_size)):
-            return self._left() >= BLOCK and not self.analyst.step_s(batch) >= SHORT_S
+            return self._left() >= BLOCK
         if batch != self._since[0]:
             self._since = batch, now.step
         programs = self._programs(batch)

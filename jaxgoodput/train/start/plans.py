@@ -89,6 +89,8 @@ class RunSetup:
             self.compile(engine, micro_batch_size, accumulate=accumulate)
             need = engine.bytes_of(micro_batch_size)
             assert need is not None
+            if need.peak > budget and engine.stop_looping(micro_batch_size):
+                return needs(micro_batch_size, accumulate)
             return need
 
         return batch_plan(
@@ -122,7 +124,9 @@ class RunSetup:
         with ledger.bucket("compilation"):
             self.compile(engine, micro_batch_size, accumulate=False)
         need = engine.bytes_of(micro_batch_size)
-        return need is not None and need.peak <= (self.budget or 0)
+        if need is not None and need.peak <= (self.budget or 0):
+            return True
+        return engine.stop_looping(micro_batch_size) and self.fits(engine, micro_batch_size, ledger)
 
     def nearest_strategy(self, saved: str) -> str:
         """Return the strategy with the name `saved`, or else one that cuts along the same axes."""
