@@ -193,6 +193,10 @@ class QueueWorker(Worker, Generic[Item]):
         self._queue.put(done)
         self._is_awaited.set()
 
+    def hurry(self) -> None:
+        """End the rest, if the thread rests."""
+        self._is_awaited.set()
+
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until everything put so far has been handled; False if the worker ended or the time is up."""
         self.raise_error()

@@ -244,6 +244,7 @@ class Teller:
         self._book = book
         self._current: Any = None  # the hook that was called last
         self._has_warned = False
+        self._hears_steps = hear(hooks, StepEnd)
         self.is_awaited = False
         self._worker: QueueWorker[Event] = QueueWorker(
             "hooks",
@@ -260,9 +261,16 @@ class Teller:
         """Set `done` when the hooks have handled everything so far."""
         self._worker.call_when_done(done.set)
 
-    def hold_up(self) -> None:
-        """Wait while the hooks are far behind, but not after a stop was requested."""
-        if self._worker.num_waiting < MOST_BEHIND:
+    def hold_up(self, num_coming: Callable[[], int]) -> None:
+        """Wait while the hooks are far behind, but not after a stop was requested.
+
+        `num_coming` counts the steps that are done and have not become events yet, if hooks hear of steps.
+        """
+
+        def num_behind() -> int:
+            return self._worker.num_waiting + (num_coming() if self._hears_steps else 0)
+
+        if num_behind() < MOST_BEHIND:
             return
         if not self._has_warned:
             self._has_warned = True
@@ -274,7 +282,7 @@ class Teller:
             )
         start_s = self._clock.now()
         self.is_awaited = True
-        while self._worker.num_waiting >= MOST_BEHIND and not self._is_stopping():
+        while num_behind() >= MOST_BEHIND and not self._is_stopping():
             self._worker.join(0.01)
         self.is_awaited = False
         self._book("hooks_behind", self._clock.now() - start_s)

@@ -47,7 +47,9 @@ from jaxgoodput.tune.verdict import PROBE_STEPS, Caution, Situation, StrategyOpt
 # to 2.3 times as long before the compiler's threads yielded, and elsewhere they still may, so only a change
 # that promises to double the goodput is believed.
 UNKNOWN_DOUBT = 1.0
-REST_S = 0.02  # at least, between two looks at finished steps: short ones are dealt with together
+# Seconds between two looks at finished steps, and steps after which one comes earlier: short steps are dealt
+# with together.
+REST_S, MOST_TOGETHER = 0.02, 32
 
 
 class Analyst:
@@ -143,8 +145,11 @@ class Analyst:
 
     def result(self, result: StepResult) -> None:
         """Hand in a finished step. Blocks while hooks are far behind, unless the run is stopping."""
-        self._teller.hold_up()
-        self._worker.put(result)
+        worker = self._worker
+        self._teller.hold_up(lambda: worker.num_waiting)
+        worker.put(result)
+        if worker.num_waiting >= MOST_TOGETHER:
+            worker.hurry()
 
     def fed(self, global_batch_size: int, seconds: float) -> None:
         """Record the seconds that preparing a batch took, beside the steps."""
