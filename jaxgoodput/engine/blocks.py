@@ -43,7 +43,8 @@ class BlockRunner:
     def stop_looping(self, shape: SampleShape) -> bool:
         """Have single steps of this shape, and larger ones, run by themselves; call it before any was run.
 
-        A block holds the rows of all its steps, and may need too much memory. Returns whether they did not.
+        A block holds the rows of all its steps, and may need too much memory. Returns whether anything has
+        changed: False if such steps run by themselves already.
         """
         loops = self.loops(shape)
         if loops:
