@@ -61,10 +61,10 @@ class Slow(ArraySource):
         self.hurry = hurry
         self.by_row = by_row
         self.step_s = step_s
-        self.num_reads = 0
+        self.num_read = 0  # samples
 
     def batch(self, indices):
-        self.num_reads += 1
+        self.num_read += len(indices)
         self.take_time(len(indices) / BASE if self.by_row else 1)
         return self.at_once(indices)
 
@@ -217,7 +217,7 @@ def run(out, epochs, step_s, *settings, **options):
         count=host_copy(state.params["count"]).tolist(),
         w=host_copy(state.params["w"]).tolist(),
         ema=host_copy(state.averaged["w"]).tolist(),
-        num_reads=trainer.source.num_reads,
+        num_read=trainer.source.num_read,
     )
 
 

@@ -508,7 +508,7 @@ def test_a_slow_host_takes_fewer_micro_batches_and_the_sum_is_the_same(tmp_path,
             cluster.agent("slow", "fast")
             end, steps = cluster.finish()
             reads = {cluster.pid(name): name for name in ("slow", "fast")}
-            taken = {reads[x["pid"]]: x["num_reads"] for x in cluster.lines("end")}
+            taken = {reads[x["pid"]]: x["num_read"] for x in cluster.lines("end")}
         check_same(alone, end, steps, epochs)
         return np.asarray(end["w"] + end["ema"]), taken
 
