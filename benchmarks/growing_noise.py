@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags, logging
-from planted_problems import PlantedLoop
+from planted_loop import PlantedLoop
 
 import jaxgoodput as jg
 from jaxgoodput.clock import FakeClock

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags, logging
+from planted_loop import PlantedLoop
 
 import jaxgoodput as jg
 from jaxgoodput.clock import FakeClock
@@ -43,10 +44,7 @@ from jaxgoodput.goodput.efficiency import GradGroups, efficiency, noise_scale
 from jaxgoodput.observe.events import StepEnd
 from jaxgoodput.optim import adaptation
 from jaxgoodput.optim import noise as noises
-from jaxgoodput.train.loop import Loop
 from jaxgoodput.train.start.problem import problem_of
-from jaxgoodput.tune.tuner import Tuner, TunerAnswer, answer
-from jaxgoodput.tune.verdict import Situation
 
 FLAGS = flags.FLAGS
 flags.DEFINE_bool("all", False, "All combinations instead of a spanning set.")
@@ -193,42 +191,6 @@ class Regression(jg.Trainer):
 
     def dataset(self):
         return jax.tree.map(np.asarray, self.kind.draw(jax.random.key(FLAGS.seed), NUM_SAMPLES))
-
-
-class AtOnce(Tuner):
-    """A tuner whose answer is there before the next step: thinking takes no planted time."""
-
-    def __init__(self, on_answer: Callable[[TunerAnswer], None], on_error: Any):
-        self._on_answer = on_answer
-
-    @property
-    def is_busy(self) -> bool:
-        return False
-
-    def ask(self, situation: Situation) -> bool:
-        self._on_answer(answer(situation))
-        return True
-
-    def close(self) -> None:
-        pass
-
-
-class PlantedLoop(Loop):
-    """A loop whose steps take as long as the problem says; its clock stands still otherwise."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs, tuner=AtOnce)
-
-    def _read(self, metrics, count):
-        found = super()._read(metrics, count)
-        task: Any = self.task
-        for metrics, _ in found:
-            self.clock.sleep(task.planted.step_s(int(metrics.num_samples)))
-        return found
-
-    def _on_result(self, result):
-        super()._on_result(result)
-        self.analyst.flush()
 
 
 class Batches(jg.Hook):

@@ -29,6 +29,7 @@ from jaxgoodput.train.watcher import StepResult
 from jaxgoodput.tune.batch import tune
 from jaxgoodput.tune.block_times import BlockTimes
 from jaxgoodput.tune.cadence import FIRST_CADENCE, NoiseCadence
+from jaxgoodput.tune.drift import has_drifted
 from jaxgoodput.tune.due import VerdictTimer
 from jaxgoodput.tune.evidence import Evidence
 from jaxgoodput.tune.payoff import RunLength
@@ -116,6 +117,7 @@ class Analyst:
         self._trials = Trials()
         self._history = BatchHistory(current)
         self._latest: StepResult | None = None
+        self._judged: Situation | None = None  # what the tuner was asked about last
         self._teller = hooking.Teller(
             hooks,
             is_stopping=lambda: requests.signal is not None,
@@ -283,6 +285,9 @@ class Analyst:
                 is_trial=self._trials.is_running,
                 is_known=is_known,
                 has_fit=self._fit is not None,
+                has_drifted=lambda: (
+                    self._judged is not None and has_drifted(self._judged, self._situation(step))
+                ),
             )
         )
         if is_due:
@@ -301,7 +306,8 @@ class Analyst:
         if is_due:
             # Until the answer is handled: the tuner is free earlier, but another verdict would not know of
             # it.
-            self._due.is_judging = self._tuner.ask(self._situation(step))
+            self._judged = self._situation(step)
+            self._due.is_judging = self._tuner.ask(self._judged)
 
     def _follow_schedule(self, step: int) -> bool:
         """Change to the batch that the user's schedule asks for; return whether a change was posted.

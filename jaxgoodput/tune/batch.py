@@ -17,7 +17,7 @@ from jaxgoodput.goodput.search import BatchConfig, BatchLimits, best_batch
 from jaxgoodput.text import compact
 from jaxgoodput.tune.evidence import is_denied
 from jaxgoodput.tune.strategy import choose_strategy, judge_trial
-from jaxgoodput.tune.verdict import Situation, Verdict
+from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS, Situation, Verdict
 
 # How many times the measured noise an optimist believes in. The measured noise is low on purpose
 # (`optim/noise.py`): along runs of four models it was 0.25 to 1 of the exact one, of embeddings less. With 4
@@ -29,6 +29,8 @@ GROWTH = 0.25
 # Times as long as undisturbed that steps beside a compilation may take: on two cores of a CPU, since the
 # compiler's threads yield.
 MOST_DISTURBED = 1.6
+# Times its price that exploring with borrowed time must be expected to save.
+REPAYMENT = 5.0
 
 
 def tune(situation: Situation) -> Verdict:
@@ -91,7 +93,7 @@ def choose_batch(situation: Situation) -> Verdict:
     During a trial, the batch before it (`home`) is the incumbent: the run returns to it unless another
     batch, such as the one on trial, beats it.
     """
-    for rule in (_not_ready, _denial, _first_probe):
+    for rule in (_not_ready, denial, _first_probe):
         if (verdict := rule(situation)) is not None:
             return verdict
     return _search(situation)
@@ -114,10 +116,10 @@ def _not_ready(situation: Situation) -> Verdict | None:
     return None
 
 
-def _denial(situation: Situation) -> Verdict | None:
+def denial(situation: Situation) -> Verdict | None:
     """Return the verdict to undo a larger batch if the loss now falls more slowly; None if it does not."""
     here, before, stretch = situation.here, situation.stretch_before, situation.stretch
-    if before is None or stretch is None:
+    if before is None or stretch is None or here.fit is None:
         return None
     if before.config.strategy != here.config.strategy:
         return None
@@ -193,13 +195,23 @@ def _later_probe(situation: Situation) -> Verdict | None:
     hopes = gains(options)
     timed = [_of_size(current, size) for size in here.ready if size in here.timed]
     probe, hope = options[int(np.argmax(hopes))], hopes.max() / gains(timed).max(initial=1.0)
-    if not hope >= 1 + situation.caution.min_gain:
+    if not (hope >= 1 + situation.caution.min_gain and _trial_pays(situation, probe, float(hope))):
         return None
     return situation.change(
         probe,
         f"probe: steps with {probe.micro_batch_size} were never timed, and may gain {hope - 1:.0%} if the "
         "noise is larger than measured",
     )
+
+
+def _trial_pays(situation: Situation, probe: BatchConfig, hope: float) -> bool:
+    """Return whether the rest of the run may save several times the seconds of a trial."""
+    here = situation.here
+    throughput = here.model(situation.grad).throughput(
+        here.placement, probe.micro_batch_size, probe.num_micro_batches
+    )
+    price_s = max(PROBE_STEPS * probe.global_batch_size / float(throughput), PROBE_S)
+    return not situation.left_s * (1 - 1 / hope) < REPAYMENT * price_s  # of NaN, nothing is known
 
 
 def _untimed(situation: Situation) -> list[BatchConfig]:

@@ -1,10 +1,11 @@
 """Decides when the next verdict is due."""
 
 import math
+from collections.abc import Callable
 
 from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS
 
-LEAST_S = 0.5  # between two verdicts for which nothing was waited
+LEAST_S = 0.5  # between two verdicts for which nothing was waited, and between two looks for a drift
 CALM_STEPS = 8  # undisturbed steps after a compilation before their times are compared
 
 
@@ -12,8 +13,9 @@ class VerdictTimer:
     """Counts steps, seconds and changes, and says when the tuner should be asked.
 
     It is asked at regular intervals, and also when something it was waiting for has happened: a trial has
-    run its course, the noise has become known, or a compilation has ended. It is not asked while the last
-    change is still on its way to the loop, which happens `depth` steps after the loop has accepted it.
+    run its course, the noise has become known, a compilation has ended, or what the last verdict rested on
+    has drifted. It is not asked while the last change is still on its way to the loop, which happens `depth`
+    steps after the loop has accepted it.
     """
 
     def __init__(
@@ -36,6 +38,8 @@ class VerdictTimer:
         self._depth = depth
         self._num_steps = 0
         self._asked_s, self._asked_at = now_s, 0
+        self._has_asked = False
+        self._looked_s = now_s  # for a drift
         # No change that would have to settle first.
         self._changed_at, self._changed_s = -dwell_steps, -math.inf
         self._num_calm = CALM_STEPS  # undisturbed steps since the last disturbed one
@@ -75,9 +79,19 @@ class VerdictTimer:
         return self._taken_at is not None and step >= self._taken_at + self._depth
 
     def is_due(
-        self, now_s: float, step: int, *, is_trial: bool, is_known: bool, has_fit: bool
+        self,
+        now_s: float,
+        step: int,
+        *,
+        is_trial: bool,
+        is_known: bool,
+        has_fit: bool,
+        has_drifted: Callable[[], bool],
     ) -> bool:
-        """Return whether to ask for a verdict now; `is_known` says whether the gradient noise is."""
+        """Return whether to ask for a verdict now; `is_known` says whether the gradient noise is.
+
+        `has_drifted` says whether what the last verdict rested on holds no longer; it is called now and then.
+        """
         if self._must_wait(step):
             return False
         if now_s < self._changed_s + PROBE_S:
@@ -95,7 +109,13 @@ class VerdictTimer:
         if not (is_known and has_fit):
             every_steps = min(every_steps, self._warm_up_steps)
         since_s = now_s - self._asked_s
-        return since_s >= self._every_s or (since_asked >= every_steps and since_s >= LEAST_S)
+        is_long = since_s >= LEAST_S or not self._has_asked
+        if since_s >= self._every_s or (since_asked >= every_steps and is_long):
+            return True
+        if since_asked < self._dwell_steps or now_s < max(self._asked_s, self._looked_s) + LEAST_S:
+            return False
+        self._looked_s = now_s
+        return has_drifted()
 
     def _must_wait(self, step: int) -> bool:
         """Return whether the tuner must not be asked yet: too early, busy, or a change is on its way."""
@@ -105,5 +125,5 @@ class VerdictTimer:
 
     def asked(self, now_s: float, step: int, *, is_known: bool) -> None:
         """Note that the tuner is asked now, which puts off the next question."""
-        self._asked_s, self._asked_at = now_s, step
+        self._has_asked, self._asked_s, self._asked_at = True, now_s, step
         self._was_unknown, self._was_disturbed = not is_known, self.is_disturbed

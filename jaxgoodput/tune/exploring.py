@@ -15,13 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxgoodput.tune.batch import assumed_growth, hoped_gain, modelled_gain
+from jaxgoodput.tune.batch import REPAYMENT, assumed_growth, hoped_gain, modelled_gain
 from jaxgoodput.tune.timings import TimingTable
 from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS, Situation
 
 EARNINGS = 0.02  # of the time passed
 LOAN = 0.03  # of the time that is left
-REPAYMENT = 5.0  # times the price that a loan must be expected to save
 # A loan that is expected to save as many times more may be as many times larger, up to this many times.
 MOST_LOANS = 4.0
 # Share of a compilation's seconds by which it delays the steps beside it, until that has been measured.

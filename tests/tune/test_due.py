@@ -1,10 +1,12 @@
 """When a verdict is due: by time, by steps, and as soon as what was waited for has happened."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxgoodput.tune.due import CALM_STEPS, VerdictTimer
+from jaxgoodput.tune.due import CALM_STEPS, LEAST_S, VerdictTimer
 from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS
 
 DEPTH = 2
@@ -17,6 +19,7 @@ class Run:
         self.step_s = step_s
         self.step, self.num_taken, self.asked_at = 0, 0, []
         self.state = {"is_trial": False, "is_known": True, "has_fit": True}
+        self.has_drifted, self.num_looks = False, 0
         self.due = VerdictTimer(
             0.0, warm_up_steps=4, dwell_steps=20, every_s=1e9, every_steps=50, depth=DEPTH
         )
@@ -33,14 +36,38 @@ class Run:
                 num_taken=self.num_taken,
             )
             now_s = self.step * self.step_s
-            if self.due.is_due(now_s, self.step, **self.state):
+            if self.due.is_due(now_s, self.step, has_drifted=self.look, **self.state):
                 self.due.asked(now_s, self.step, is_known=self.state["is_known"])
                 self.asked_at.append(self.step)
         return self.asked_at
 
+    def look(self):
+        self.num_looks += 1
+        return self.has_drifted
+
 
 def test_verdicts_come_at_regular_intervals():
     assert Run().go(160) == [50, 100, 150]
+
+
+@given(step_s=st.floats(1e-4, 1.0), at=st.integers(20, 48))
+def test_a_drift_calls_for_a_verdict_but_is_not_looked_for_at_every_step(step_s, at):
+    run = Run(step_s)
+    run.due.asked(0.0, 0, is_known=True)
+    run.go(at)
+    assert run.num_looks <= at * step_s / LEAST_S
+    run.has_drifted = True
+    soon = max(at + 1, LEAST_S / step_s)
+    asked = run.go(math.ceil(LEAST_S / step_s) + 1)
+    assert asked and asked[0] <= soon + LEAST_S / step_s + 1
+
+
+def test_the_first_verdict_waits_for_no_time():
+    run = Run(1e-4)
+    run.state["is_known"] = False
+    assert run.go(20) == [4]
+    run.state["is_known"] = True
+    assert run.go(1) == [4, 21]
 
 
 def test_while_the_noise_is_unknown_they_come_often_and_then_at_once():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
@@ -13,12 +14,12 @@ from jaxgoodput.goodput.fit import PerfFit, StepTimings
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Feeding, PerfParams, Placement, feeding_time, step_time
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
-from jaxgoodput.tune.batch import GROWTH, MOST_DISTURBED, OPTIMISM, tune
+from jaxgoodput.tune.batch import GROWTH, MOST_DISTURBED, OPTIMISM, REPAYMENT, tune
 from jaxgoodput.tune.cadence import statistics_cadence
 from jaxgoodput.tune.evidence import Bar, Stretch
 from jaxgoodput.tune.plan import fixed_config
 from jaxgoodput.tune.timings import feeding_of, residuals_of
-from jaxgoodput.tune.verdict import Caution, Situation, StrategyOption
+from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS, Caution, Situation, StrategyOption
 
 NAN = math.nan
 # A micro-batch costs 10 ms plus 0.1 ms per sample: larger batches are far faster per sample.
@@ -228,6 +229,24 @@ def test_a_probe_must_pay_if_time_grew_as_an_optimist_assumes(scale, probes):
     assert decide(grad, **only).reason.startswith("probe") is probes
     # The nearer size pays earlier: of 128 an efficiency of 0.37 is asked, of 64 one of 0.62.
     assert decide(grad, timed=(32,)).reason.startswith("probe")
+
+
+@given(left_s=st.floats(1e-3, 1e4))
+def test_a_later_trial_must_repay_its_seconds_several_times(left_s):
+    """By the model nothing is better than 64; an optimist hopes for 512."""
+    known = {"current": at(64), "timed": (32, 64), "ready": (64, 512), "accumulate": False}
+    known |= {
+        "grad": GradParams(sqr=1.0, var=5.0),
+        "caution": dataclasses.replace(BOLD, max_growth=8.0),
+    }
+    sure, verdict = decide(**known), decide(**known, left_s=left_s)
+    assert sure.reason.startswith("probe: steps with 512 were never timed")
+    hope = 1 + float(re.search(r"gain (\d+)%", sure.reason)[1]) / 100
+    model = GoodputModel(perf=PERF, grad=known["grad"], base_batch_size=32)
+    step_s = 512 / float(model.throughput(Placement(num_nodes=1, num_replicas=1), 512, 1))
+    saved, asked = left_s * (1 - 1 / hope), REPAYMENT * max(PROBE_STEPS * step_s, PROBE_S)
+    if abs(saved / asked - 1) > 0.1:  # the hope is rounded
+        assert verdict.reason.startswith("probe") == (saved > asked)
 
 
 @given(growth=st.floats(1, 50))
