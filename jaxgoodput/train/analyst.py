@@ -414,7 +414,7 @@ class Analyst:
             ),
             adapt=self._adapt,
             scheduled=self._scheduled(),
-            stretch=self._evidence.now(),
+            stretch=self._evidence.after,
             stretch_before=self._evidence.before,
             bar=self._evidence.bar,
             floor=self._history.floor(current, samples, share_done),

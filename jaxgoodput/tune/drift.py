@@ -1,13 +1,11 @@
 """Says whether what the last verdict rested on no longer holds, so that the next one should not wait."""
 
-import math
-
 from jaxgoodput.goodput.efficiency import noise_scale
 from jaxgoodput.tune.batch import denial
 from jaxgoodput.tune.verdict import Situation
 
-# Factors beyond which the noise scale, or the time of a step, counts as another one. The best batch moves with
-# the square root of either, and a batch that is off by a factor of 1.25 costs at most 2 %.
+# Factors beyond which the noise scale, or the time of a step, counts as another one. The best batch moves
+# with the square root of either, and a batch that is off by a factor of 1.25 costs at most 2 %.
 NOISE, STEP_S = 1.5, 1.5
 CADENCE = 2.0  # the same for the number of steps between two measurements of the noise
 

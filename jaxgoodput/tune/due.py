@@ -5,7 +5,9 @@ from collections.abc import Callable
 
 from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS
 
-LEAST_S = 0.5  # between two verdicts for which nothing was waited, and between two looks for a drift
+LEAST_S = (
+    0.5  # between two verdicts for which nothing was waited, and between two looks for a drift
+)
 CALM_STEPS = 8  # undisturbed steps after a compilation before their times are compared
 
 

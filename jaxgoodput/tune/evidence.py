@@ -7,9 +7,10 @@ has a slope per sample that halves whenever the samples double, whatever the bat
 slope per logarithm.
 
 A larger batch that the model wanted is *rejected* if the loss then falls so much more slowly that even two
-standard errors leave less gain per second than before. The run goes back, and the batch is barred until the
-noise scale has doubled. But training also slows down by itself. If the stretch after the return gains no more
-than the rejected one did, the batch was not the cause, and the bar is lifted.
+standard errors leave less gain per second than before. Only steps near the change are compared (`NEAR`):
+training slows down by itself, and a batch that has been in use for long cannot be held to what the loss did
+at the beginning. The run goes back, and the batch is barred until the noise scale has doubled. If the stretch
+after the return gains no more than the rejected one did, the batch was not the cause, and the bar is lifted.
 """
 
 import dataclasses
@@ -25,6 +26,9 @@ SETTLE_STEPS = (
     10  # ignored after a change: momentum and learning-rate gain still follow the batch before
 )
 MIN_STEPS = 20  # needed for a slope
+NEAR = math.log(
+    1.5
+)  # of the samples on either side of a change that are compared with the other side
 NUM_ERRORS = 2.0  # standard errors by which a rejection must be certain
 MOST_POINTS = 512  # beyond this, neighbouring points are merged
 
@@ -91,19 +95,26 @@ class Evidence:
         self._config: BatchConfig | None = None
         self._skip = 0
         self._before: Stretch | None = None
+        self._after: Stretch | None = None  # once it is complete
+        self._changed = -math.inf  # logarithm of the samples at the last change
         self.bar: Bar | None = None
 
     def add(self, config: BatchConfig, samples: int, loss: float, num_samples: int) -> None:
         """Add one applied update: `samples` since training began, `num_samples` of them in this update."""
         old = self._config
         if old is None or config.global_batch_size != old.global_batch_size:
-            self._before = self.now()
+            self._before, self._after = self._last(NEAR), None
             self._points, self._skip = [], SETTLE_STEPS
+            if old is not None:
+                self._changed = math.log(max(samples - num_samples, 1))
         self._config = config
         if self._skip > 0:
             self._skip -= 1
             return
-        self._points.append((math.log(max(samples, 1)), loss, float(num_samples), 1))
+        at = math.log(max(samples, 1))
+        if self._before is not None and self._after is None and at > self._changed + NEAR:
+            self._after = self._last(math.inf)
+        self._points.append((at, loss, float(num_samples), 1))
         # Merging neighbours bounds the memory. It keeps the slope, because a merged point stands for the mean
         # of its steps with their weight.
         if len(self._points) > MOST_POINTS:
@@ -113,25 +124,33 @@ class Evidence:
 
     @property
     def before(self) -> Stretch | None:
-        """The stretch before the last change of the batch; None before the first change."""
+        """The stretch just before the last change of the batch (`NEAR`); None before the first change."""
         return self._before
+
+    @property
+    def after(self) -> Stretch | None:
+        """The stretch just after the last change (`NEAR`), as far as it has come; None before any change."""
+        if self._before is None or self._after is not None:
+            return self._after
+        return self._last(math.inf)
 
     def now(self) -> Stretch | None:
         """Return the stretch since the last change, within the newer half of the run; None before updates."""
+        return self._last(math.log(2))
+
+    def _last(self, width: float) -> Stretch | None:
+        """Return the stretch since the last change, within the last `width` of the logarithm of samples."""
         if self._config is None:
             return None
         if not self._points:
             return Stretch(config=self._config, num_steps=0)
-        since = self._points[-1][0] - math.log(
-            2
-        )  # half of the samples so far, as x is their logarithm
+        since = self._points[-1][0] - width
         return _fitted(self._config, [p for p in self._points if p[0] >= since])
 
     def deny(self, noise_scale: float) -> None:
         """Ban the present batch and all larger ones (`Bar`); `noise_scale` is the present one."""
-        now = self.now()
-        assert now is not None
-        self.bar = Bar(noise_scale=noise_scale, was=now)
+        assert self.after is not None
+        self.bar = Bar(noise_scale=noise_scale, was=self.after)
 
     def review(self, noise_scale: float) -> None:
         """Lift the ban (`Bar`) if the noise has doubled, or the loss falls no faster with a smaller batch."""

@@ -5,6 +5,8 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.tune.evidence import MIN_STEPS, Evidence, Stretch, is_denied
@@ -32,6 +34,49 @@ class Training:
             seen = self.loss + self.noise * self.rng.standard_normal() / math.sqrt(batch)
             self.evidence.add(config(batch), self.samples, seen, batch)
         return self.evidence.now()
+
+
+CURVES = {
+    "power": lambda samples: 3 * samples**-0.3,
+    "exponential": lambda samples: 3 * math.exp(-samples / 4e4) + 0.5,
+    "line": lambda samples: 2 - samples / 1e6,
+}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    curve=st.sampled_from(sorted(CURVES)),
+    steps=st.integers(100, 1500),
+    later=st.integers(40, 3000),
+    batch=st.sampled_from([128, 256]),
+    seed=st.integers(0, 2**16),
+)
+def test_a_batch_whose_samples_are_worth_as_much_is_not_denied_however_late_it_is_judged(
+    curve, steps, later, batch, seed
+):
+    """Training slows down by itself; noise of the loss is that of the samples."""
+    evidence, rng, samples = Evidence(), np.random.default_rng(seed), 1000
+    for size in [64] * steps + [batch] * later:
+        samples += size
+        seen = CURVES[curve](samples) + 0.3 * rng.standard_normal() / math.sqrt(size)
+        evidence.add(config(size), samples, seen, size)
+    # Twice the throughput, as a batch that was worth a change has. Two errors leave a chance of 2 %.
+    before, after = evidence.before, evidence.after
+    wide = dataclasses.replace(after, error=2 * after.error)
+    assert not is_denied(before, wide, 2.0), (before, after)
+
+
+def test_what_is_judged_is_what_came_just_after_the_change():
+    training = Training(noise=0.0)
+    training.go(64, 0.4, 200)
+    training.go(128, 0.3, 30)
+    early = training.evidence.after
+    assert early.gained == pytest.approx(0.3) and early.num_steps == 20
+    training.go(128, 0.3, 100)
+    training.go(128, 0.01, 3000)
+    late = training.evidence.after
+    assert late.gained == pytest.approx(0.3) and training.evidence.now().gained < 0.02
+    assert late.num_steps < 0.5 * 200 * 64 / 128 + 10
 
 
 @pytest.mark.parametrize("seed", range(5))
