@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 import jax
 import jax.numpy as jnp
 
-NICENESS = 10  # of nice(1): a thread of normal priority gets nine times as much of a core
+NICENESS = 4  # of nice(1): a thread of normal priority gets two and a half times as much of a core
 LEAST_S = 5e-4  # of a core, by which a thread has had a part in something
 IDLE_S = 0.02
 
