@@ -59,7 +59,8 @@ class Tuning:
     warm_up_steps: Annotated[CountOrZero, PRACTICALLY] = 10
     """Number of steps before the first verdict."""
     every_s: Seconds = 5.0
-    """Seconds between two verdicts, unless `every_steps` is reached first."""
+    """Seconds between two verdicts, unless `every_steps` is reached first, or noise, step times or loss have
+    changed so much that the last verdict may no longer hold."""
     every_steps: Annotated[Count, PRACTICALLY] = 200
     """Steps between two verdicts, unless `every_s` is reached first."""
     accumulate: bool = True

@@ -29,7 +29,7 @@ GROWTH = 0.25
 # Times as long as undisturbed that steps beside a compilation may take: on two cores of a CPU, since the
 # compiler's threads yield.
 MOST_DISTURBED = 1.6
-# Times its price that exploring with borrowed time must be expected to save.
+# Times its price that exploring with borrowed time, and a later trial, must be expected to save.
 REPAYMENT = 5.0
 
 
@@ -195,7 +195,7 @@ def _later_probe(situation: Situation) -> Verdict | None:
     hopes = gains(options)
     timed = [_of_size(current, size) for size in here.ready if size in here.timed]
     probe, hope = options[int(np.argmax(hopes))], hopes.max() / gains(timed).max(initial=1.0)
-    if not (hope >= 1 + situation.caution.min_gain and _trial_pays(situation, probe, float(hope))):
+    if not (hope >= 1 + situation.caution.min_gain and trial_pays(situation, probe, float(hope))):
         return None
     return situation.change(
         probe,
@@ -204,7 +204,7 @@ def _later_probe(situation: Situation) -> Verdict | None:
     )
 
 
-def _trial_pays(situation: Situation, probe: BatchConfig, hope: float) -> bool:
+def trial_pays(situation: Situation, probe: BatchConfig, hope: float) -> bool:
     """Return whether the rest of the run may save several times the seconds of a trial."""
     here = situation.here
     throughput = here.model(situation.grad).throughput(

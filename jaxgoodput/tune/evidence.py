@@ -1,10 +1,10 @@
 """Measures how fast the loss falls at each batch, which may overrule the model and reject a batch.
 
-A *stretch* is the steps between two changes of the global batch, as far as they lie in the newer half of the
-run. Its gain is minus the slope of the loss over the logarithm of the samples trained on, by weighted least
-squares. The logarithm makes neighbouring stretches comparable: a loss that falls as a power of the samples
-has a slope per sample that halves whenever the samples double, whatever the batch, but a nearly constant
-slope per logarithm.
+A *stretch* is steps between two changes of the global batch: the newer half of the run, or what lies near a
+change. Its gain is minus the slope of the loss over the logarithm of the samples trained on, by weighted
+least squares. The logarithm makes neighbouring stretches comparable: a loss that falls as a power of the
+samples has a slope per sample that halves whenever the samples double, whatever the batch, but a nearly
+constant slope per logarithm.
 
 A larger batch that the model wanted is *rejected* if the loss then falls so much more slowly that even two
 standard errors leave less gain per second than before. Only steps near the change are compared (`NEAR`):
@@ -26,9 +26,9 @@ SETTLE_STEPS = (
     10  # ignored after a change: momentum and learning-rate gain still follow the batch before
 )
 MIN_STEPS = 20  # needed for a slope
-NEAR = math.log(
-    1.5
-)  # of the samples on either side of a change that are compared with the other side
+ENOUGH = 2 * MIN_STEPS  # with so many a slope is not improved by steps far from the change
+# Samples on either side of a change that are compared with those on the other side, as a logarithm.
+NEAR = math.log(1.5)
 NUM_ERRORS = 2.0  # standard errors by which a rejection must be certain
 MOST_POINTS = 512  # beyond this, neighbouring points are merged
 
@@ -113,7 +113,9 @@ class Evidence:
             return
         at = math.log(max(samples, 1))
         if self._before is not None and self._after is None and at > self._changed + NEAR:
-            self._after = self._last(math.inf)
+            after = self._last(math.inf)
+            # A young run doubles its samples within few steps: it waits for enough of them.
+            self._after = after if after is not None and after.num_steps >= ENOUGH else None
         self._points.append((at, loss, float(num_samples), 1))
         # Merging neighbours bounds the memory. It keeps the slope, because a merged point stands for the mean
         # of its steps with their weight.
@@ -129,7 +131,10 @@ class Evidence:
 
     @property
     def after(self) -> Stretch | None:
-        """The stretch just after the last change (`NEAR`), as far as it has come; None before any change."""
+        """The stretch just after the last change (`NEAR`, or `ENOUGH` steps), as far as it has come.
+
+        None before any change.
+        """
         if self._before is None or self._after is not None:
             return self._after
         return self._last(math.inf)
@@ -149,8 +154,9 @@ class Evidence:
 
     def deny(self, noise_scale: float) -> None:
         """Ban the present batch and all larger ones (`Bar`); `noise_scale` is the present one."""
-        assert self.after is not None
-        self.bar = Bar(noise_scale=noise_scale, was=self.after)
+        now = self.now()  # later on, it is compared with what comes next
+        assert now is not None
+        self.bar = Bar(noise_scale=noise_scale, was=now)
 
     def review(self, noise_scale: float) -> None:
         """Lift the ban (`Bar`) if the noise has doubled, or the loss falls no faster with a smaller batch."""

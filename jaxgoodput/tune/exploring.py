@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxgoodput.tune.batch import REPAYMENT, assumed_growth, hoped_gain, modelled_gain
+from jaxgoodput.tune.batch import REPAYMENT, assumed_growth, hoped_gain, modelled_gain, trial_pays
 from jaxgoodput.tune.timings import TimingTable
 from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS, Situation
 
@@ -177,7 +177,7 @@ class Hopes:
     gains: np.ndarray
     """Optimistic goodput with each size, relative to the best that was tried."""
     is_untried: np.ndarray
-    """Whether each size is compiled and was never timed."""
+    """Whether each size is compiled, was never timed, and would be tried if it promises a gain."""
     least: float
     """Gain that is worth a change."""
 
@@ -191,7 +191,8 @@ class Hopes:
         here, current, limits = situation.here, situation.current, situation.here.limits
         batches = np.multiply.outer(sizes, np.arange(1, limits.max_micro_batches + 1))
         batches *= current.num_replicas
-        if len(set(here.timed)) > 1 and here.fit is not None:
+        is_modelled = len(set(here.timed)) > 1 and here.fit is not None
+        if is_modelled:
             hopes = modelled_gain(situation, sizes, batches)
         else:
             hopes = hoped_gain(situation, batches)
@@ -202,6 +203,12 @@ class Hopes:
         is_untried = is_ready & ~np.isin(sizes, [*here.timed, current.micro_batch_size])
         is_untried &= batches[:, 0] >= situation.floor
         best = float(hopes[is_ready & ~is_untried].max(initial=1.0))
+        if is_modelled:
+            for at in np.flatnonzero(is_untried & (hopes > 0)):
+                one = dataclasses.replace(
+                    current, micro_batch_size=int(sizes[at]), num_micro_batches=1
+                )
+                is_untried[at] = trial_pays(situation, one, float(hopes[at] / best))
         return cls(
             sizes=sizes,
             gains=hopes / best,

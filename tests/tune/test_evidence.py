@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxgoodput.goodput.search import BatchConfig
@@ -50,20 +50,36 @@ CURVES = {
     later=st.integers(40, 3000),
     batch=st.sampled_from([128, 256]),
     seed=st.integers(0, 2**16),
+    ratio=st.floats(1.8, 4.0),
 )
 def test_a_batch_whose_samples_are_worth_as_much_is_not_denied_however_late_it_is_judged(
-    curve, steps, later, batch, seed
+    curve, steps, later, batch, seed, ratio
 ):
-    """Training slows down by itself; noise of the loss is that of the samples."""
+    """Training slows down by itself, and no faster than throughput that is 1.8 times as high makes up for."""
     evidence, rng, samples = Evidence(), np.random.default_rng(seed), 1000
     for size in [64] * steps + [batch] * later:
         samples += size
         seen = CURVES[curve](samples) + 0.3 * rng.standard_normal() / math.sqrt(size)
         evidence.add(config(size), samples, seen, size)
-    # Twice the throughput, as a batch that was worth a change has. Two errors leave a chance of 2 %.
     before, after = evidence.before, evidence.after
-    wide = dataclasses.replace(after, error=2 * after.error)
-    assert not is_denied(before, wide, 2.0), (before, after)
+    assume(after.is_known)
+    wide = dataclasses.replace(after, error=2 * after.error)  # two errors leave a chance of 2 %
+    assert not is_denied(before, wide, ratio), (before, after)
+
+
+@given(steps=st.integers(60, 1500), later=st.integers(100, 3000), batch=st.sampled_from([128, 256]))
+def test_a_batch_that_gains_next_to_nothing_is_denied_however_young_the_run_is(steps, later, batch):
+    training = Training(noise=0.3)
+    training.go(64, 1.0, steps)
+    training.go(batch, 0.0, later)
+    evidence = training.evidence
+    assume(evidence.before.gained > 4 * evidence.before.error)
+    assert evidence.after.is_known and evidence.after.error > 0
+    sure = dataclasses.replace(evidence.after, error=0.0)
+    assert is_denied(evidence.before, sure, 1.5) == (
+        1.5 * evidence.after.gained < evidence.before.gained - 2 * evidence.before.error
+    )
+    assert evidence.after.gained < 0.3
 
 
 def test_what_is_judged_is_what_came_just_after_the_change():
