@@ -264,11 +264,11 @@ def main(_: Any) -> None:
     print("|---|---|---|---|---|---|---|")
     found: dict[int, list[float]] = {}
     with tempfile.TemporaryDirectory() as cache:
-        for steps, name, optimizer in itertools.product(
-            map(int, FLAGS.lengths), FLAGS.kinds or KINDS, FLAGS.optimizers
-        ):
+        names = itertools.product(FLAGS.lengths, FLAGS.kinds or KINDS, FLAGS.optimizers)
+        for length, name, optimizer in names:
             if (name, optimizer) == ("mixed", "muon"):
                 continue  # a table of rows is no matrix
+            steps = int(length)
             found.setdefault(steps, []).append(compare(name, optimizer, steps, cache))
     for steps, ratios in found.items():
         print(f"{steps:,} steps: worst {max(ratios):.3f}, median {statistics.median(ratios):.3f}")

@@ -117,7 +117,6 @@ class Analyst:
         self._trials = Trials()
         self._history = BatchHistory(current)
         self._latest: StepResult | None = None
-        self._judged: Situation | None = None  # what the tuner was asked about last
         self._teller = hooking.Teller(
             hooks,
             is_stopping=lambda: requests.signal is not None,
@@ -277,18 +276,14 @@ class Analyst:
     def _decide(self, metrics: StepMetrics[float], step: int) -> None:
         """Follow the user's schedule, start compiling other batches, or ask for a verdict, if it is time."""
         now_s, is_known = self._clock.now(), metrics.noise.is_known
-        is_due = not self._follow_schedule(step) and (
-            not self._tuner.is_busy
-            and self._due.is_due(
-                now_s,
-                step,
-                is_trial=self._trials.is_running,
-                is_known=is_known,
-                has_fit=self._fit is not None,
-                has_drifted=lambda: (
-                    self._judged is not None and has_drifted(self._judged, self._situation(step))
-                ),
-            )
+        is_changing = self._follow_schedule(step)
+        is_due = not (is_changing or self._tuner.is_busy) and self._due.is_due(
+            now_s,
+            step,
+            is_trial=self._trials.is_running,
+            is_known=is_known,
+            has_fit=self._fit is not None,
+            has_drifted=lambda: has_drifted(self._due.judged, self._situation(step)),
         )
         if is_due:
             self._due.asked(now_s, step, is_known=is_known)
@@ -304,10 +299,9 @@ class Analyst:
                 of_all=self._adapt and is_known,
             )
         if is_due:
-            # Until the answer is handled: the tuner is free earlier, but another verdict would not know of
-            # it.
-            self._judged = self._situation(step)
-            self._due.is_judging = self._tuner.ask(self._judged)
+            # Until the answer is handled: the tuner is free earlier, but another would not know of it.
+            self._due.judged = self._situation(step)
+            self._due.is_judging = self._tuner.ask(self._due.judged)
 
     def _follow_schedule(self, step: int) -> bool:
         """Change to the batch that the user's schedule asks for; return whether a change was posted.

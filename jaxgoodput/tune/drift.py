@@ -13,19 +13,19 @@ CADENCE = 2.0  # the same for the number of steps between two measurements of th
 DOUBT = 1.5  # times the standard errors of losses
 
 
-def has_drifted(before: Situation, now: Situation) -> bool:
+def has_drifted(before: Situation | None, now: Situation) -> bool:
     """Return whether noise, step time or loss have left what they were at the last verdict.
 
     The loss has if it now denies the present batch with more certainty than a verdict asks for, as it is
     looked at again and again. So has a noise that should be measured more often. What is unknown, before or
-    now, has not. After a change of the batch, other rules ask.
+    now, has not. After a change of the batch, other rules ask; so do they before the first verdict.
     """
-    if before.current != now.current:
+    if before is None or before.current != now.current:
         return False
     base = now.here.limits.base
-    noises = (float(noise_scale(s.grad, base)) for s in (before, now))
+    was, is_now = (float(noise_scale(s.grad, base)) for s in (before, now))
     return (
-        _is_other(*noises, NOISE)
+        _is_other(was, is_now, NOISE)
         or _is_other(before.step_s, now.step_s, STEP_S)
         or before.statistics_every > CADENCE * now.statistics_every
         or (denial(before) is None and denial(_doubted(now)) is not None)

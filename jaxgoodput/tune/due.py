@@ -3,11 +3,10 @@
 import math
 from collections.abc import Callable
 
-from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS
+from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS, Situation
 
-LEAST_S = (
-    0.5  # between two verdicts for which nothing was waited, and between two looks for a drift
-)
+# Between two verdicts for which nothing was waited, and between two looks for a drift.
+LEAST_S = 0.5
 CALM_STEPS = 8  # undisturbed steps after a compilation before their times are compared
 
 
@@ -31,6 +30,7 @@ class VerdictTimer:
         depth: int,
     ):
         self.is_judging = False  # from a question to its answer
+        self.judged: Situation | None = None  # what was asked about last
         self.has_ended = False  # no verdict is of use any more
         self.is_disturbed = False  # whether a compilation competed with the newest step
         self._warm_up_steps = warm_up_steps
@@ -40,8 +40,7 @@ class VerdictTimer:
         self._depth = depth
         self._num_steps = 0
         self._asked_s, self._asked_at = now_s, 0
-        self._has_asked = False
-        self._looked_s = now_s  # for a drift
+        self._looked_s = math.inf  # for a drift; until the first question there is none to look for
         # No change that would have to settle first.
         self._changed_at, self._changed_s = -dwell_steps, -math.inf
         self._num_calm = CALM_STEPS  # undisturbed steps since the last disturbed one
@@ -111,10 +110,10 @@ class VerdictTimer:
         if not (is_known and has_fit):
             every_steps = min(every_steps, self._warm_up_steps)
         since_s = now_s - self._asked_s
-        is_long = since_s >= LEAST_S or not self._has_asked
+        is_long = since_s >= LEAST_S or self._looked_s == math.inf
         if since_s >= self._every_s or (since_asked >= every_steps and is_long):
             return True
-        if since_asked < self._dwell_steps or now_s < max(self._asked_s, self._looked_s) + LEAST_S:
+        if since_asked < self._dwell_steps or now_s < self._looked_s + LEAST_S:
             return False
         self._looked_s = now_s
         return has_drifted()
@@ -127,5 +126,5 @@ class VerdictTimer:
 
     def asked(self, now_s: float, step: int, *, is_known: bool) -> None:
         """Note that the tuner is asked now, which puts off the next question."""
-        self._has_asked, self._asked_s, self._asked_at = True, now_s, step
+        self._asked_s, self._asked_at, self._looked_s = now_s, step, now_s
         self._was_unknown, self._was_disturbed = not is_known, self.is_disturbed

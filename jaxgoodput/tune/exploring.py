@@ -204,10 +204,8 @@ class Hopes:
         is_untried &= batches[:, 0] >= situation.floor
         best = float(hopes[is_ready & ~is_untried].max(initial=1.0))
         if is_modelled:
-            for at in np.flatnonzero(is_untried & (hopes > 0)):
-                one = dataclasses.replace(
-                    current, micro_batch_size=int(sizes[at]), num_micro_batches=1
-                )
+            for at in map(int, np.flatnonzero(is_untried & (hopes > 0))):
+                one = dataclasses.replace(current, micro_batch_size=sizes[at], num_micro_batches=1)
                 is_untried[at] = trial_pays(situation, one, float(hopes[at] / best))
         return cls(
             sizes=sizes,

@@ -132,9 +132,9 @@ class Situation:
     scheduled: int | None = None
     """Global batch that the user's schedule asks for now; None without a schedule."""
     stretch: Stretch | None = None
-    """Loss decrease measured at the present batch."""
+    """Loss decrease measured just after the last change of the batch."""
     stretch_before: Stretch | None = None
-    """Loss decrease measured at the batch before."""
+    """Loss decrease measured just before it."""
     bar: Bar | None = None
     """A batch that the loss has rejected."""
     floor: int = 1

@@ -221,6 +221,17 @@ def test_a_size_that_the_model_hopes_for_is_tried_once_and_left(course):
     assert "8192 samples is the best batch" in back.verdict.reason
 
 
+def test_a_drift_of_step_times_calls_for_a_verdict(course):
+    made = course(start=2048, ready=(2048,), tuning__every_steps=10**6, tuning__every_s=1e9)
+    made.go(30)
+    verdicts = len(made.heard.verdicts)
+    made.go(100)
+    assert len(made.heard.verdicts) == verdicts
+    made.factors = {True: 3.0, False: 3.0}
+    made.go(300)
+    assert len(made.heard.verdicts) > verdicts
+
+
 def test_nothing_more_is_asked_of_a_loop_that_has_not_taken_the_last_change(course):
     run = course(start=2048)
     run.go(400, ahead=40)

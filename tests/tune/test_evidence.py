@@ -62,6 +62,7 @@ def test_a_batch_whose_samples_are_worth_as_much_is_not_denied_however_late_it_i
         seen = CURVES[curve](samples) + 0.3 * rng.standard_normal() / math.sqrt(size)
         evidence.add(config(size), samples, seen, size)
     before, after = evidence.before, evidence.after
+    assert before is not None and after is not None
     assume(after.is_known)
     wide = dataclasses.replace(after, error=2 * after.error)  # two errors leave a chance of 2 %
     assert not is_denied(before, wide, ratio), (before, after)
@@ -72,14 +73,13 @@ def test_a_batch_that_gains_next_to_nothing_is_denied_however_young_the_run_is(s
     training = Training(noise=0.3)
     training.go(64, 1.0, steps)
     training.go(batch, 0.0, later)
-    evidence = training.evidence
-    assume(evidence.before.gained > 4 * evidence.before.error)
-    assert evidence.after.is_known and evidence.after.error > 0
-    sure = dataclasses.replace(evidence.after, error=0.0)
-    assert is_denied(evidence.before, sure, 1.5) == (
-        1.5 * evidence.after.gained < evidence.before.gained - 2 * evidence.before.error
+    before, after = training.evidence.before, training.evidence.after
+    assert before is not None and after is not None
+    assume(before.gained > 4 * before.error)
+    assert after.is_known and after.error > 0 and after.gained < 0.3
+    assert is_denied(before, dataclasses.replace(after, error=0.0), 1.5) == (
+        1.5 * after.gained < before.gained - 2 * before.error
     )
-    assert evidence.after.gained < 0.3
 
 
 def test_what_is_judged_is_what_came_just_after_the_change():
