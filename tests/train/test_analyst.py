@@ -223,7 +223,7 @@ def test_a_size_that_the_model_hopes_for_is_tried_once_and_left(course):
 
 def test_a_drift_of_step_times_calls_for_a_verdict(course):
     made = course(start=2048, ready=(2048,), tuning__every_steps=10**6, tuning__every_s=1e9)
-    made.go(30)
+    made.go(200)
     verdicts = len(made.heard.verdicts)
     made.go(100)
     assert len(made.heard.verdicts) == verdicts
