@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from jaxgoodput.goodput.efficiency import GradParams
@@ -113,6 +113,33 @@ def test_one_size_at_a_time(table):
     tried = situation(128, ready=(32, 128), timed=(32, 128))
     found = next_size(tried, SIZES, (32, 128), table)
     assert found is not None and found.size == 512
+
+
+@given(left_s=st.floats(1e-3, 1e4), noise=st.floats(0.1, 100.0))
+def test_exploring_waits_for_no_trial_that_the_tuner_does_not_begin(left_s, noise):
+    """It may cost more than the rest of the run would save."""
+    perf = PerfParams(
+        compute_base=0.1,
+        compute_per_sample=1e-3,
+        intra_base=math.nan,
+        intra_per_replica=math.nan,
+        inter_base=math.nan,
+        inter_per_replica=math.nan,
+        overlap=1.0,
+        update_s=0.0,
+    )
+    fit = PerfFit(
+        params=perf, error=0.0, unidentified=(), links=("none",), num_rows=2, max_replicas=1
+    )
+    grad = GradParams(sqr=1.0, var=noise)
+    now = situation(128, ready=(32, 128, 512), timed=(32, 128), grad=grad, left_s=left_s)
+    now = dataclasses.replace(now, here=dataclasses.replace(now.here, fit=fit))
+    hopes = Hopes.of(now, SIZES, StrategyTimings(num_nodes=1).table(""))
+    event(f"due: {hopes.is_trial_due}")
+    if hopes.is_trial_due:
+        assert choose_batch(now).config.micro_batch_size == 512, choose_batch(now).reason
+    if left_s < 0.1:
+        assert not hopes.is_trial_due
 
 
 def test_nothing_is_compiled_without_hope(table):
