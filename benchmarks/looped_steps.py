@@ -27,7 +27,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_list("only", list(WORKLOADS), "Problems.")
 flags.DEFINE_integer("turns", 9, "Turns.")
 
-BLOCK = 8
+BLOCK = 16
 TURN_S = 0.3
 
 

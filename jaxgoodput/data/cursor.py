@@ -37,6 +37,9 @@ class Cursor:
     """Number of samples of this epoch that were used."""
 
     def __post_init__(self):
+        numbers = (self.seed, self.epoch, self.offset)
+        if all(type(x) is int for x in numbers) and min(numbers) >= 0:
+            return
         for name in ("seed", "epoch", "offset"):
             _check_field(name, getattr(self, name))
 

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from jaxgoodput.engine.compiled import ProgramCache
-from jaxgoodput.engine.programs.blocks import BLOCK, BlockPrograms
+from jaxgoodput.engine.programs.blocks import BlockPrograms
 from jaxgoodput.engine.programs.keyless import KeylessCaller
 from jaxgoodput.engine.programs.program import Program, SampleShape
 from jaxgoodput.engine.state import TrainState
@@ -30,6 +30,11 @@ class BlockRunner:
     def can_split(self) -> bool:
         """Whether a part of a block may be run."""
         return self._programs.can_split
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of a block."""
+        return self._programs.num_steps
 
     @property
     def may_pay(self) -> bool:
@@ -56,25 +61,26 @@ class BlockRunner:
         return self._programs.of(shape)
 
     def run(
-        self, state: TrainState, batch: PyTree, mask: Array, *, first: int = 0, count: int = BLOCK
+        self, state: TrainState, batch: PyTree, mask: Array, *, first: int = 0, count: int | None = None
     ) -> tuple[TrainState, Array]:
-        """Run `count` steps of one micro-batch each, on one replica of one process.
+        """Run `count` steps of one micro-batch each (default: all), on one replica of one process.
 
-        `batch` and `mask` have the rows of the `BLOCK` steps of a block, one after the other. `first` is the
-        number of the first one to run; unless it `can_split`, all are. Returns the new state and the metrics
-        vectors, `[BLOCK, numbers]`, of which `count` are used. Donates the state. No step takes a noise
+        `batch` and `mask` have the rows of the steps of a block, one after the other. `first` is the number
+        of the first one to run; unless it `can_split`, all are. Returns the new state and the metrics
+        vectors, `[num_steps, numbers]`, of which `count` are used. Donates the state. No step takes a noise
         sample.
         """
         state.require_alive()
-        bounds = ()
+        bounds, num_steps = (), self.num_steps
+        count = num_steps if count is None else count
         if self.can_split:
             bounds = self._counts[first], self._counts[count]
-        elif count != BLOCK:
+        elif count != num_steps:
             raise ValueError(
-                f"a block's {BLOCK} steps run together on this device, and got count={count}. Take the rows "
+                f"a block's {num_steps} steps run together on this device, and got count={count}. Take the rows "
                 "of single ones with rows(), and call Engine.step()."
             )
-        run = self._compiled(self._programs.steps, _shape_of(batch, mask))
+        run = self._compiled(self._programs.steps, self._shape_of(batch, mask))
         state, metrics = self._call(run, state, batch, mask, *bounds)
         return state, metrics
 
@@ -85,18 +91,17 @@ class BlockRunner:
 
     def rows(self, batch: PyTree, mask: Array, number: int) -> tuple[PyTree, Array]:
         """Return the batch and mask of one step, from those of a block's steps."""
-        narrowed = self._compiled(self._programs.narrowed, _shape_of(batch, mask))
+        narrowed = self._compiled(self._programs.narrowed, self._shape_of(batch, mask))
         batch, mask = narrowed(batch, mask, self._counts[number])
         return batch, mask
 
     @cached_property
     def _counts(self) -> list[Array]:
-        """The numbers from 0 to `BLOCK`, on the devices."""
+        """The numbers from 0 to `num_steps`, on the devices."""
         with jax.transfer_guard("allow"):
-            return jax.device_put([np.int32(i) for i in range(BLOCK + 1)], self._layout.replicated)
+            return jax.device_put([np.int32(i) for i in range(self.num_steps + 1)], self._layout.replicated)
 
-
-def _shape_of(batch: PyTree, mask: Array) -> SampleShape:
-    """Return the shape of a step, from the batch and mask of a block."""
-    wide = SampleShape.of_batch(batch, micro_batch_size=mask.shape[0])
-    return dataclasses.replace(wide, micro_batch_size=wide.micro_batch_size // BLOCK)
+    def _shape_of(self, batch: PyTree, mask: Array) -> SampleShape:
+        """Return the shape of a step, from the batch and mask of a block."""
+        wide = SampleShape.of_batch(batch, micro_batch_size=mask.shape[0])
+        return dataclasses.replace(wide, micro_batch_size=wide.micro_batch_size // self.num_steps)

@@ -89,6 +89,6 @@ class StepsInFlight:
         yield from self._up_to(self._dispatched[-1])
 
     def _up_to(self, last: int) -> Iterator[StepResult]:
-        while self._settled_to < last:
-            self._settled_to += 1
-            yield self._watcher.result(self._settled_to)
+        for result in self._watcher.results(self._settled_to + 1, last):
+            self._settled_to = result.ticket.step
+            yield result

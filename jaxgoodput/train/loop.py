@@ -343,7 +343,7 @@ class Loop:
             return False
         num_unseen, most = self._unseen()
         if progress < total <= progress + most * num_unseen:
-            progress = self.watcher.result(self.now.step, keep=True).metrics.progress
+            progress = self.watcher.result(self.now.step).metrics.progress
         return progress >= total
 
     def _next_batch(self) -> StepBatch | None:

@@ -6,7 +6,7 @@ one in flight.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -98,17 +98,32 @@ class Watcher:
         """
         self._worker.call_when_done(partial(_drop, used))
 
-    def result(self, step: int, *, keep: bool = False) -> StepResult:
-        """Wait for the result of `step`, and return it once, or more often with `keep`.
+    def result(self, step: int) -> StepResult:
+        """Wait for the result of `step`, and return it; `results` yields it once more.
 
         Raises what the computation or a consumer of results raised.
         """
         with self._done:
             self._done.wait_for(lambda: step in self._results or self.error is not None)
             if step in self._results:
-                return self._results[step] if keep else self._results.pop(step)
+                return self._results[step]
             assert self.error is not None
             raise self.error
+
+    def results(self, first: int, last: int) -> Iterator[StepResult]:
+        """Wait for the results of steps `first` to `last`, and yield each once.
+
+        Raises what the computation or a consumer of results raised, behind the results that came before.
+        """
+        if first > last:
+            return
+        with self._done:
+            self._done.wait_for(lambda: last in self._results or self.error is not None)
+        for step in range(first, last + 1):
+            if step not in self._results:
+                assert self.error is not None
+                raise self.error
+            yield self._results.pop(step)
 
     def close(self) -> None:
         """Finish the tickets submitted so far, and end the thread."""

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import jaxgoodput as jg
 from jaxgoodput.data.sources import abstract_sample, as_source
 from jaxgoodput.engine.engine import Engines
-from jaxgoodput.engine.programs.blocks import BLOCK, BlockPrograms
+from jaxgoodput.engine.programs.blocks import SPLIT_BLOCK, BlockPrograms
 from jaxgoodput.train.start.problem import problem_of
 
 BATCH, CLASSES = 16, 10
@@ -35,8 +35,8 @@ class Small(jg.Trainer):
     def dataset(self):
         rng = np.random.default_rng(0)
         return {
-            "image": rng.normal(size=(BLOCK * BATCH, 8, 8, 3)).astype(np.float32),
-            "label": rng.integers(0, CLASSES, BLOCK * BATCH).astype(np.int32),
+            "image": rng.normal(size=(SPLIT_BLOCK * BATCH, 8, 8, 3)).astype(np.float32),
+            "label": rng.integers(0, CLASSES, SPLIT_BLOCK * BATCH).astype(np.int32),
         }
 
     def logits(self, params, x, key) -> Any:
@@ -168,7 +168,7 @@ def engine_of(model, tmp_path, optimizer="momentum", dtype=None):
     source = as_source(trainer.dataset())
     engines = Engines(problem_of(trainer, trainer.config), abstract_sample(source))
     engine = engines.on(jg.Strategy(data=1).on(jax.devices()[:1]))
-    whole = source.batch(np.arange(BLOCK * BATCH)), np.ones(BLOCK * BATCH, np.float32)
+    whole = source.batch(np.arange(SPLIT_BLOCK * BATCH)), np.ones(SPLIT_BLOCK * BATCH, np.float32)
     sharding = engine.layout.batch_sharding
     return engine, whole, lambda tree: jax.tree.map(lambda x: engine.layout.put(x, sharding), tree)
 
@@ -178,7 +178,7 @@ def engine_of(model, tmp_path, optimizer="momentum", dtype=None):
 def test_a_block_is_its_steps_up_to_rounding(tmp_path, model, optimizer, dtype):
     engine, whole, put = engine_of(model, tmp_path, optimizer, dtype)
     state, one_by_one = engine.init(jax.random.key(0)), []
-    for i in range(BLOCK):
+    for i in range(SPLIT_BLOCK):
         part = jax.tree.map(lambda x, i=i: x[i * BATCH : (i + 1) * BATCH], whole)
         state, metrics = engine.step(state, None, *put(part), measure=False)
         one_by_one.append(np.asarray(metrics))
@@ -209,12 +209,12 @@ def embedded(tmp_path_factory):
 
 
 @settings(deadline=None, max_examples=25)
-@given(ends=st.sets(st.integers(1, BLOCK - 1)), alone=st.booleans())
+@given(ends=st.sets(st.integers(1, SPLIT_BLOCK - 1)), alone=st.booleans())
 def test_the_parts_of_a_block_are_the_block(embedded, ends, alone):
     """To the bit, wherever it is divided; so is a step in a loop whose rows come by themselves."""
     engine, rows, params, metrics = embedded
     state, found = engine.init(jax.random.key(0)), []
-    cuts = sorted({0, *ends, BLOCK})
+    cuts = sorted({0, *ends, SPLIT_BLOCK})
     for first, end in itertools.pairwise(cuts):
         if alone and end == first + 1:
             with mock.patch.object(engine.programs.blocks, "loops_up_to", BATCH):

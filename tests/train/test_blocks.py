@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import Counting, Evaluated, Mean, Recorder, config, counting_config, rows
 
-from jaxgoodput.engine import blocks as runner
 from jaxgoodput.engine.blocks import BlockRunner
 from jaxgoodput.engine.programs import blocks as programs
 from jaxgoodput.engine.programs.blocks import BlockPrograms
@@ -53,8 +52,8 @@ def sizes(monkeypatch, request):
             found.append(count)
         return steps(self, *args, first=first, count=count)
 
-    for module in (programs, runner, blocks):
-        monkeypatch.setattr(module, "BLOCK", 4)
+    monkeypatch.setattr(programs, "SPLIT_BLOCK", 4)
+    monkeypatch.setattr(programs, "WHOLE_BLOCK", 4)
     if request.param == "as a whole":
         monkeypatch.setattr(BlockPrograms, "can_split", False)
     if request.param != "in a loop":

@@ -13,7 +13,9 @@ from jaxgoodput.engine.programs.program import Program, SampleShape
 from jaxgoodput.engine.state import TrainState
 from jaxgoodput.parallel.strategy import Layout
 
-BLOCK = 8  # steps of a program that runs several
+# Steps of a program that runs several: of one that may also run a part, and of one that may not. Before a step
+# that measures the noise, the latter are run only if all of them fit.
+SPLIT_BLOCK, WHOLE_BLOCK = 16, 8
 Rows = tuple[PyTree, Array]
 """The batch and mask of a step, or of the steps of a block, one behind the other."""
 
@@ -56,23 +58,28 @@ class BlockPrograms:
         """Whether `steps` may run a part of a block. On an accelerator, the host would wait for each step."""
         return self._layout.mesh.devices.flat[0].platform == "cpu"
 
+    @property
+    def num_steps(self) -> int:
+        """Steps of a block."""
+        return SPLIT_BLOCK if self.can_split else WHOLE_BLOCK
+
     def of(self, shape: SampleShape) -> tuple[partial[Program], partial[Program]]:
         """Return the programs that take a step's rows from a block's, and that run blocks of this shape."""
         return partial(self.narrowed, shape), partial(self.steps, shape)
 
     def steps(self, shape: SampleShape) -> Program:
-        """Build up to `BLOCK` steps of one micro-batch each, without noise samples, for one dispatch.
+        """Build up to `num_steps` steps of one micro-batch each, without noise samples, for one dispatch.
 
-        It goes from (state, key, batch, mask) to (state, packed metrics `[BLOCK, numbers]`). The batch has
+        It goes from (state, key, batch, mask) to (state, packed metrics `[num_steps, numbers]`). The batch has
         the rows of all steps, one after the other. If it `can_split`, it takes the number of the first step
         to run and their number, too, and the metrics are followed by zeros. A loop: it is compiled in the
         time of one step, each step as it is alone, and takes less time than as many copies of the step.
         """
-        splits = self.can_split
+        splits, num_steps = self.can_split, self.num_steps
 
         def run(state: TrainState, batch: PyTree, mask: Array, *bounds: Array):
             key, begun = state.key, dataclasses.replace(state, key=None)
-            rows = jax.tree.map(lambda x: x.reshape(BLOCK, -1, *x.shape[1:]), (batch, mask))
+            rows = jax.tree.map(lambda x: x.reshape(num_steps, -1, *x.shape[1:]), (batch, mask))
 
             def one(state: TrainState, rows: Rows) -> tuple[TrainState, Array]:
                 state, packed = self._step(dataclasses.replace(state, key=key), rows)
@@ -87,7 +94,7 @@ class BlockPrograms:
                 state, packed = one(state, _part(rows, i))
                 return state, found.at[i - first].set(packed)
 
-            found = jnp.zeros((BLOCK, self._num_numbers()), jnp.float32)
+            found = jnp.zeros((num_steps, self._num_numbers()), jnp.float32)
             return jax.lax.fori_loop(first, first + count, next_one, (begun, found))
 
         inputs = (*self._wide(shape), *((self._number, self._number) if splits else ()))
@@ -97,7 +104,7 @@ class BlockPrograms:
         """Build the program from (batch, mask) of one step to those of a block, of which it is the first."""
 
         def run(*rows: PyTree) -> PyTree:
-            return jax.tree.map(lambda x: jnp.tile(x, (BLOCK, *[1] * (x.ndim - 1))), rows)
+            return jax.tree.map(lambda x: jnp.tile(x, (self.num_steps, *[1] * (x.ndim - 1))), rows)
 
         inputs = tuple(self._rows(shape)[:2])
         return Program(run, (), inputs, self._layout.batch_sharding, is_seldom=True)
@@ -106,14 +113,14 @@ class BlockPrograms:
         """Build the program from (batch, mask) of a block and the number of a step to those of that step."""
 
         def run(batch: PyTree, mask: Array, number: Array) -> PyTree:
-            rows = jax.tree.map(lambda x: x.reshape(BLOCK, -1, *x.shape[1:]), (batch, mask))
+            rows = jax.tree.map(lambda x: x.reshape(self.num_steps, -1, *x.shape[1:]), (batch, mask))
             return _part(rows, number)
 
         inputs = (*self._wide(shape), self._number)
         return Program(run, (), inputs, self._layout.batch_sharding, is_seldom=True)
 
     def _wide(self, shape: SampleShape) -> Sequence[PyTree]:
-        size = BLOCK * shape.micro_batch_size
+        size = self.num_steps * shape.micro_batch_size
         return self._rows(dataclasses.replace(shape, micro_batch_size=size))[:2]
 
     @property
@@ -122,5 +129,5 @@ class BlockPrograms:
 
 
 def _part(rows: Rows, number: Array) -> Rows:
-    """Return the rows of one step, from `[BLOCK, rows, ...]`."""
+    """Return the rows of one step, from `[steps, rows, ...]`."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), rows)

@@ -27,7 +27,6 @@ from absl import logging
 from jaxgoodput._jax import looks_for
 from jaxgoodput.data.loader import StepBatch
 from jaxgoodput.engine.memory import step_bytes
-from jaxgoodput.engine.programs.blocks import BLOCK
 from jaxgoodput.engine.programs.program import Program
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.train.analyst import Analyst
@@ -42,6 +41,15 @@ SAVED_ON_CPU = 0.2
 LOOK_EVERY = 16  # steps
 SETTLED = 16  # steps after which a batch is not only tried
 FIRST_PAUSE = 512  # steps, more than are compared; ten times as many each time
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Length:
+    """Whether the steps of a batch were long when their times were last looked at, at `step`."""
+
+    batch: BatchConfig | None = None
+    step: int = 0
+    is_long: bool = False
 
 
 @dataclass
@@ -62,6 +70,7 @@ class Blocks:
     """Steps until then, the last time."""
     _since: tuple[BatchConfig | None, int] = (None, 0)
     """The batch in use, and the step at which it was first seen."""
+    _long: _Length = _Length()
     _rest: StepBatch | None = None
     """What is left of a block that is handed out in parts."""
 
@@ -77,16 +86,28 @@ class Blocks:
         if rest is None:
             if not self._is_ready():
                 return self.start.run.next_batch(now, meanwhile)
-            rest = loader.next_block(now.batch, BLOCK, meanwhile=meanwhile)
+            rest = loader.next_block(now.batch, self._length, meanwhile=meanwhile)
         part, self._rest = loader.split(rest, self._most(rest, num_free))
         return part
+
+    @property
+    def _length(self) -> int:
+        """Steps of a block."""
+        return self.start.now.engine.blocks.num_steps
 
     def _most(self, block: StepBatch, num_free: float) -> int:
         """Return how many steps of a block to dispatch at once, if `num_free` need no attention."""
         if self.start.now.engine.blocks.can_split:
-            is_long = self.analyst.step_s(block.config) >= SHORT_S
-            return 1 if is_long else max(int(min(num_free, block.count)), 1)
-        return BLOCK if block.count == BLOCK <= num_free else 1
+            return 1 if self._is_long(block.config) else max(int(min(num_free, block.count)), 1)
+        return block.count if block.count == self._length <= num_free else 1
+
+    def _is_long(self, batch: BatchConfig) -> bool:
+        """Whether steps of a batch take so long that none needs to share a dispatch."""
+        known, at, step = self._long.batch, self._long.step, self.start.now.step
+        if known != batch or step - at >= LOOK_EVERY:  # a median takes as long as some steps
+            is_long = self.analyst.step_s(batch) >= SHORT_S
+            self._long = _Length(batch=batch, step=step, is_long=is_long)
+        return self._long.is_long
 
     def _is_ready(self) -> bool:
         """Whether the next batches may be read as a block; has its program compiled if that will pay."""
@@ -94,17 +115,17 @@ class Blocks:
         if not self._are_possible(batch):
             return False
         if now.engine.blocks.loops(now.engine.shape(batch.micro_batch_size)):
-            return self._left() >= BLOCK
+            return self._left() >= self._length
         if batch != self._since[0]:
             self._since = batch, now.step
         programs = self._programs(batch)
-        is_time = now.step % LOOK_EVERY < BLOCK  # blocks may step over a multiple
+        is_time = now.step % LOOK_EVERY < self._length  # blocks may step over a multiple
         if all(now.engine.compiled.peek(x) is not None for x in programs):
             if not self._fits(batch):
                 return False
             if now.step >= self._slower.get(batch, 0) and is_time:
                 self._compare(batch)
-            is_wanted = now.step >= self._slower.get(batch, 0) and self._left() >= BLOCK
+            is_wanted = now.step >= self._slower.get(batch, 0) and self._left() >= self._length
             busy = self.start.strategies.is_busy
             return is_wanted and self.analyst.blocks.knows_alone(batch, busy=busy)
         is_settled = now.step - self._since[1] >= SETTLED
