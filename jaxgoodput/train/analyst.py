@@ -259,6 +259,7 @@ class Analyst:
             self._cadence.measured_at = float(ticket.step)
         if ticket.measured:
             self._history.add_noise(result.metrics.progress, noise.cautious, noise.newest_samples)
+        self._evidence.calibrate(noise.cautious, self._config.batch.base)
 
     def _learn_time(self, result: StepResult, *, is_changed: bool) -> None:
         ticket, parts = result.ticket, result.parts
@@ -328,7 +329,8 @@ class Analyst:
         is_switch = is_valid and verdict.config != current
         if is_switch:
             if verdict.denied:
-                self._evidence.deny(self._noise_scale(situation.grad))
+                assert self._latest is not None
+                self._evidence.deny(self._noise_scale(self._latest.metrics.noise.cautious))
             self._requests.post(Control(batch=verdict.config))
             self._due.posted(self._requests.num_batches)
             self._trials.switched(situation, verdict)
@@ -390,7 +392,8 @@ class Analyst:
             others=tuple(
                 o for o in others if o.fit or o.config.strategy not in self._trials.strategies
             ),
-            grad=noise.cautious,
+            grad=self._evidence.calibration.corrected(noise.cautious),
+            noise_factor=self._evidence.calibration.factor,
             noise_is_lower_bound=noise.is_lower_bound,
             timings=table.timings(step),
             clean=self._timings.timed(current, clean=True),

@@ -234,7 +234,7 @@ def _search(situation: Situation) -> Verdict:
     limits, current, home = here.limits, here.config, situation.incumbent
     critical = float(noise_scale(grad, limits.base))
     bound = "at least " if situation.noise_is_lower_bound else ""
-    at = f"noise scale {bound}{compact(critical)} samples"
+    at = f"noise scale {bound}{compact(critical)} samples{_corrected(situation.noise_factor)}"
     now = here.goodput(home, grad)
     # Checked before the search, which refuses to choose among unknowns. A run that resumes with step times
     # of another number of replicas cannot predict anything for this one yet.
@@ -251,6 +251,13 @@ def _search(situation: Situation) -> Verdict:
         best_known = _already_best(situation, sizes, now, at)
         return _later_probe(situation) or _stay(situation, best_known, now)
     return _judge(situation, config, best, now, at)
+
+
+def _corrected(factor: float) -> str:
+    """Say by how much the loss has corrected the measured noise, if it has."""
+    if abs(factor - 1) < 0.1:
+        return ""
+    return f", {factor:.1f} times what the gradients show, by how the loss fell at other batches"
 
 
 def _judge(situation: Situation, config: BatchConfig, best: float, now: float, at: str) -> Verdict:

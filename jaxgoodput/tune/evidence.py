@@ -20,7 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxgoodput.goodput.efficiency import Grad
 from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.tune.calibration import Calibration
 
 SETTLE_STEPS = (
     10  # ignored after a change: momentum and learning-rate gain still follow the batch before
@@ -29,6 +31,8 @@ MIN_STEPS = 20  # needed for a slope
 ENOUGH = 2 * MIN_STEPS  # with so many a slope is not improved by steps far from the change
 # Samples on either side of a change that are compared with those on the other side, as a logarithm.
 NEAR = math.log(1.5)
+# The part of them just after a change in which the loss catches up: it says little of what follows.
+CATCH_UP = math.log(1.1)
 NUM_ERRORS = 2.0  # standard errors by which a rejection must be certain
 MOST_POINTS = 512  # beyond this, neighbouring points are merged
 
@@ -88,7 +92,10 @@ def is_denied(before: Stretch, now: Stretch, throughput_ratio: float) -> bool:
 
 
 class Evidence:
-    """Collects the loss of every step, and keeps the ban on large batches (`Bar`). Not thread-safe."""
+    """Collects the loss of every step, and what follows from it. Not thread-safe.
+
+    `bar` is the ban on large batches, and `calibration` the correction of forecasts.
+    """
 
     def __init__(self):
         self._points: list[Point] = []
@@ -96,14 +103,16 @@ class Evidence:
         self._skip = 0
         self._before: Stretch | None = None
         self._after: Stretch | None = None  # once it is complete
+        self._settled: Stretch | None = None  # the same without the part that catches up
         self._changed = -math.inf  # logarithm of the samples at the last change
         self.bar: Bar | None = None
+        self.calibration = Calibration()
 
     def add(self, config: BatchConfig, samples: int, loss: float, num_samples: int) -> None:
         """Add one applied update: `samples` since training began, `num_samples` of them in this update."""
         old = self._config
         if old is None or config.global_batch_size != old.global_batch_size:
-            self._before, self._after = self._last(NEAR), None
+            self._before, self._after, self._settled = self._last(NEAR), None, None
             self._points, self._skip = [], SETTLE_STEPS
             if old is not None:
                 self._changed = math.log(max(samples - num_samples, 1))
@@ -115,7 +124,8 @@ class Evidence:
         if self._before is not None and self._after is None and at > self._changed + NEAR:
             after = self._last(math.inf)
             # A young run doubles its samples within few steps: it waits for enough of them.
-            self._after = after if after is not None and after.num_steps >= ENOUGH else None
+            if after is not None and after.num_steps >= ENOUGH:
+                self._after, self._settled = after, self._last(at - self._changed - CATCH_UP)
         self._points.append((at, loss, float(num_samples), 1))
         # Merging neighbours bounds the memory. It keeps the slope, because a merged point stands for the mean
         # of its steps with their weight.
@@ -138,6 +148,21 @@ class Evidence:
         if self._before is None or self._after is not None:
             return self._after
         return self._last(math.inf)
+
+    def calibrate(self, grad: Grad, base: int) -> None:
+        """Correct the forecast by the last change of the batch, once the stretch after it is complete.
+
+        `grad` are the measured moments of the gradient; `base` is their batch, in samples.
+        """
+        before, now, self._settled = self._before, self._settled, None
+        if before is not None and now is not None:
+            self.calibration = self.calibration.after(
+                batches=(before.config.global_batch_size, now.config.global_batch_size),
+                gained=(before.gained, now.gained),
+                errors=(before.error, now.error),
+                grad=grad,
+                base=base,
+            )
 
     def now(self) -> Stretch | None:
         """Return the stretch since the last change, within the newer half of the run; None before updates."""

@@ -104,7 +104,7 @@ class Situation:
     here: StrategyOption
     """The strategy and batch in use; until the model is fitted again, with the fit of the last verdict."""
     grad: Grad
-    """Cautious estimate of the gradient noise; NaN if unknown."""
+    """Cautious estimate of the gradient noise, corrected by the loss; NaN if unknown."""
     steps_since_change: int
     """Steps since the configuration last changed."""
     caution: Caution = Caution()
@@ -127,6 +127,8 @@ class Situation:
     """Steps between two noise measurements from now on."""
     noise_is_lower_bound: bool = False
     """Whether the signal is below its own standard error, so that the noise scale may be any larger."""
+    noise_factor: float = 1.0
+    """What the loss has corrected the measured noise by (`calibration.py`)."""
     adapt: bool = True
     """Whether the batch may change; if False, only the model is fitted."""
     scheduled: int | None = None

@@ -1,0 +1,86 @@
+"""Corrects the forecast of a sample's worth in a larger batch, upwards or downwards, by the measured loss.
+
+The gradient noise forecasts how much less a sample is worth in a larger batch. Wherever the batch changes, the
+loss measures the same: by how much it falls per e-fold of samples just after the change, over just before it.
+The correction is a factor on the noise that would have forecast what was measured. What is known of it is a
+distribution: at first it lies around 1, as wide as measured noise was seen to be off (`SPREAD`), and every
+change of the batch sharpens it by as much as the slopes of the loss are certain.
+
+Only decisions use the corrected noise. Learning rate and progress keep the measured one: a slope of the loss
+says little about a single update.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxgoodput.goodput.efficiency import Grad, efficiency
+
+SPREAD = 0.7  # standard deviation of the logarithm of the factor, before any change
+LOGS = np.linspace(-2.1, 2.1, 43)  # logarithms of the factors that are considered
+# The slope of the loss varies by itself around a change: the least error of a measured ratio.
+LEAST_ERROR = 0.1
+MEMORY = 0.8  # weight that each change leaves to the ones before it: the factor moves during a run
+FREEDOM = 4.0  # degrees of freedom of Student's t, by which a ratio that is far off counts little
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What the loss has said so far about the factor on the measured noise."""
+
+    likelihood: np.ndarray = field(default_factory=lambda: np.zeros(LOGS.shape))
+    """Logarithm of the likelihood of each factor, `[factors]`."""
+    num_changes: int = 0
+    """Changes of the batch that it rests on."""
+
+    @property
+    def factor(self) -> float:
+        """The factor on the measured noise: the posterior mean, of logarithms; 1 before any change."""
+        if not self.num_changes:
+            return 1.0
+        posterior = self.likelihood - 0.5 * (LOGS / SPREAD) ** 2
+        weights = np.exp(posterior - posterior.max())
+        return math.exp(float(weights @ LOGS / weights.sum()))
+
+    def corrected(self, grad: Grad) -> Grad:
+        """Return the moments for decisions, with corrected noise."""
+        return grad if self.factor == 1 else _times(grad, self.factor)
+
+    def after(
+        self,
+        *,
+        batches: tuple[int, int],
+        gained: tuple[float, float],
+        errors: tuple[float, float],
+        grad: Grad,
+        base: int,
+    ) -> "Calibration":
+        """Return what is known after a change of the batch.
+
+        All pairs are of what was before the change and after it: global batches, the decrease of the loss
+        per e-fold of samples, and its standard errors. `grad` are the measured moments, in units of the
+        `base` batch. Nothing is learnt if they are unknown, or if the loss did not clearly fall before.
+        """
+        if not np.isfinite([*gained, *errors]).all() or not gained[0] > 2 * errors[0]:
+            return self
+        old, new = (
+            np.array([float(efficiency(_times(grad, x), b / base)) for x in np.exp(LOGS)])
+            for b in batches
+        )
+        ratio = new / old
+        if not np.isfinite(ratio).all():
+            return self
+        error = np.sqrt(
+            errors[1] ** 2 + (ratio * errors[0]) ** 2 + (LEAST_ERROR * gained[0]) ** 2
+        )
+        off = (gained[1] - ratio * gained[0]) / error
+        seen = -(FREEDOM + 1) / 2 * np.log1p(off**2 / FREEDOM)
+        return Calibration(
+            likelihood=MEMORY * self.likelihood + seen, num_changes=self.num_changes + 1
+        )
+
+
+def _times(grad: Grad, factor: float) -> Grad:
+    return dataclasses.replace(grad, var=factor * grad.var)
