@@ -340,16 +340,15 @@ class Listener(jg.Hook):
 
 
 def train_by_fit(
-    workload: Workload, side: str, seed: int, *, target: float, cache: str, parent: str
+    workload: Workload, policy: Any, seed: int, *, target: float, cache: str, parent: str
 ) -> Outcome:
-    """One run of `fit`."""
-    is_fixed = side == "fixed"
+    """One run of `fit` under a policy."""
     config = jg.Config(
         workdir=str(pathlib.Path(parent) / "run"),
         seed=seed,
         batch=jg.BatchLimits(base=workload.base, max=workload.most),
         base_steps=workload.base_steps,
-        policy="fixed" if is_fixed else "goodput",
+        policy=policy,
         execution=jg.Execution(compilation_cache=cache),
         reporting=jg.Reporting(progress=False),
         saving=jg.Saving(at_end=False, every_s=None),
@@ -430,10 +429,9 @@ def run_here(name: str, scale: Scale, side: Side, seed: int, target: float, cach
 def train(workload: Workload, side: Side, seed: int, target: float, cache: str) -> Outcome:
     """One run of one side."""
     if side.kind in ("fixed", "fit", "second"):
+        policy = "fixed" if side.kind == "fixed" else "goodput"
         with tempfile.TemporaryDirectory() as parent:
-            return train_by_fit(
-                workload, side.kind, seed, target=target, cache=cache, parent=parent
-            )
+            return train_by_fit(workload, policy, seed, target=target, cache=cache, parent=parent)
     limits = jg.BatchLimits(base=workload.base, max=workload.base)
     task = workload.task(jg.Config(workdir="/tmp", batch=limits, base_steps=1))
     task.times = (side.batch / workload.base) ** side.power

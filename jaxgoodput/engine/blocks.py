@@ -61,7 +61,13 @@ class BlockRunner:
         return self._programs.of(shape)
 
     def run(
-        self, state: TrainState, batch: PyTree, mask: Array, *, first: int = 0, count: int | None = None
+        self,
+        state: TrainState,
+        batch: PyTree,
+        mask: Array,
+        *,
+        first: int = 0,
+        count: int | None = None,
     ) -> tuple[TrainState, Array]:
         """Run `count` steps of one micro-batch each (default: all), on one replica of one process.
 
@@ -99,7 +105,9 @@ class BlockRunner:
     def _counts(self) -> list[Array]:
         """The numbers from 0 to `num_steps`, on the devices."""
         with jax.transfer_guard("allow"):
-            return jax.device_put([np.int32(i) for i in range(self.num_steps + 1)], self._layout.replicated)
+            return jax.device_put(
+                [np.int32(i) for i in range(self.num_steps + 1)], self._layout.replicated
+            )
 
     def _shape_of(self, batch: PyTree, mask: Array) -> SampleShape:
         """Return the shape of a step, from the batch and mask of a block."""

@@ -1,10 +1,10 @@
 """Corrects the forecast of a sample's worth in a larger batch, upwards or downwards, by the measured loss.
 
-The gradient noise forecasts how much less a sample is worth in a larger batch. Wherever the batch changes, the
-loss measures the same: by how much it falls per e-fold of samples just after the change, over just before it.
-The correction is a factor on the noise that would have forecast what was measured. What is known of it is a
-distribution: at first it lies around 1, as wide as measured noise was seen to be off (`SPREAD`), and every
-change of the batch sharpens it by as much as the slopes of the loss are certain.
+The gradient noise forecasts how much less a sample is worth in a larger batch. Wherever the batch changes,
+the loss measures the same: by how much it falls per e-fold of samples just after the change, over just
+before it. The correction is a factor on the noise that would have forecast what was measured. What is known
+of it is a distribution: at first it lies around 1, as wide as measured noise was seen to be off (`SPREAD`),
+and every change of the batch sharpens it by as much as the slopes of the loss are certain.
 
 Only decisions use the corrected noise. Learning rate and progress keep the measured one: a slope of the loss
 says little about a single update.
@@ -72,9 +72,7 @@ class Calibration:
         ratio = new / old
         if not np.isfinite(ratio).all():
             return self
-        error = np.sqrt(
-            errors[1] ** 2 + (ratio * errors[0]) ** 2 + (LEAST_ERROR * gained[0]) ** 2
-        )
+        error = np.sqrt(errors[1] ** 2 + (ratio * errors[0]) ** 2 + (LEAST_ERROR * gained[0]) ** 2)
         off = (gained[1] - ratio * gained[0]) / error
         seen = -(FREEDOM + 1) / 2 * np.log1p(off**2 / FREEDOM)
         return Calibration(

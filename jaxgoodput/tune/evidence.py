@@ -149,6 +149,11 @@ class Evidence:
             return self._after
         return self._last(math.inf)
 
+    @property
+    def is_change_known(self) -> bool:
+        """Whether the last change of the batch is to be learnt from (`calibrate`)."""
+        return self._before is not None and self._settled is not None
+
     def calibrate(self, grad: Grad, base: int) -> None:
         """Correct the forecast by the last change of the batch, once the stretch after it is complete.
 

@@ -17,7 +17,9 @@ GRADS = st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.3, 100)), min_size=1,
     lambda rows: GradGroups(sqr=np.array(rows)[:, 0], var=np.array(rows)[:, 1])
 )
 BATCHES = st.sampled_from([64, 256, 1024])
-CHANGES = st.lists(st.tuples(BATCHES, BATCHES).filter(lambda b: b[0] != b[1]), min_size=6, max_size=9)
+CHANGES = st.lists(
+    st.tuples(BATCHES, BATCHES).filter(lambda b: b[0] != b[1]), min_size=6, max_size=9
+)
 
 
 def worth(grad, batches):

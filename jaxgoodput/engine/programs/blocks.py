@@ -113,7 +113,9 @@ class BlockPrograms:
         """Build the program from (batch, mask) of a block and the number of a step to those of that step."""
 
         def run(batch: PyTree, mask: Array, number: Array) -> PyTree:
-            rows = jax.tree.map(lambda x: x.reshape(self.num_steps, -1, *x.shape[1:]), (batch, mask))
+            rows = jax.tree.map(
+                lambda x: x.reshape(self.num_steps, -1, *x.shape[1:]), (batch, mask)
+            )
             return _part(rows, number)
 
         inputs = (*self._wide(shape), self._number)
