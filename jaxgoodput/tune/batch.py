@@ -109,7 +109,7 @@ def _not_ready(situation: Situation) -> Verdict | None:
         return situation.keep(f"keep: the gradient noise is not known yet; {why}")
     if situation.steps_since_change < least:
         return situation.keep(
-            f"keep: {situation.steps_since_change} steps have passed since the last change, and the next "
+            f"keep: only {count(situation.steps_since_change, 'step')} since the last change, and the next "
             f"may come after {least}",
             here.goodput(situation.incumbent, situation.grad),
         )
@@ -263,6 +263,10 @@ def _search(situation: Situation) -> Verdict:
         return situation.keep(f"keep: the model cannot predict any batch yet; {at}", now)
     if config == home:
         best_known = _already_best(situation, sizes, now)
+        tried = here.goodput(current, grad) / now
+        if config != current and math.isfinite(tried):
+            found = effect(tried, is_measured=True)
+            best_known = f"{current.global_batch_size} samples was tried and {found}; {best_known}"
         return _later_probe(situation) or _stay(situation, best_known, now)
     return _judge(situation, config, best, now, at)
 
@@ -302,7 +306,7 @@ def _judge(situation: Situation, config: BatchConfig, best: float, now: float, a
             return probe
         why = f"{what} would {effect(gain, down=True)} by the model, below {limit}; {at}"
     elif config == situation.current:
-        reason = f"keep: {what} was tried and {effect(gain, word='gains')}; {at}"
+        reason = f"keep: {what} was tried and {effect(gain, is_measured=True)}; {at}"
         return situation.keep(reason, best, gain)
     elif payback_s > caution.horizon_s:
         why = (

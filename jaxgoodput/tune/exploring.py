@@ -174,9 +174,7 @@ class Explorer:
         found = hopes.next_size(settled)
         if found is None:
             least = percent(situation.caution.min_gain)
-            self.outlook = (
-                f"no size that is not compiled may gain the {least} that a change must bring"
-            )
+            self.outlook = f"no size left to compile may gain the {least} that a change must bring"
             return None
         trial_s = _trial_s(situation, found)
         price_s = num_plain * self._compile_s * self._delay + trial_s

@@ -109,7 +109,7 @@ def judge_trial(situation: Situation) -> Verdict:
     if math.isfinite(gain) and gain > 1:
         reason = (
             f"keep: {_named(current)} was tried, and by measured step times of both "
-            f"{effect(gain, word='gains')} over {_named(home.config)}"
+            f"{effect(gain, is_measured=True)} over {_named(home.config)}"
         )
         return situation.keep(reason, trial, gain)
     measured = f"has {percent(gain)} of its goodput, by measured step times of both"
@@ -122,16 +122,18 @@ def judge_trial(situation: Situation) -> Verdict:
     )
 
 
-def effect(gain: float, *, word: str = "gain", down: bool = False) -> str:
-    """Return what a ratio of goodputs means, in words that may follow "would"; `down` never rounds up.
+def effect(gain: float, *, is_measured: bool = False, down: bool = False) -> str:
+    """Return what a ratio of goodputs means, in words that follow "would"; `down` never rounds up.
 
-    >>> effect(1.4), effect(0.9), effect(1.001, word="gains")
+    If it `is_measured`, the words follow the name of what has this effect.
+
+    >>> effect(1.4), effect(0.9), effect(1.001, is_measured=True)
     ('gain 40% goodput', 'lose 10% goodput', 'gains less than 1% goodput')
     """
-    if gain < 0.995:
-        return f"lose {percent(1 - gain)} goodput"
-    shown = percent(gain - 1, down=down) if gain > 1 else "0%"
-    return f"{word} {'less than 1%' if shown == '0%' else shown} goodput"
+    word, share = ("lose", 1 - gain) if gain < 0.995 else ("gain", max(gain - 1, 0.0))
+    shown = percent(share, down=down)
+    shown = "less than 1%" if shown == "0%" else shown
+    return f"{word}{'s' * is_measured} {shown} goodput"
 
 
 def _named(config: BatchConfig) -> str:

@@ -121,7 +121,7 @@ def test_a_lower_bound_of_the_noise_speaks_for_no_smaller_batch():
         ({"grad": GradParams(sqr=1.0, var=NAN)}, "the gradient noise is not known yet"),
         (
             {"since": 19, "caution": dataclasses.replace(BOLD, dwell_steps=20)},
-            "19 steps have passed since",
+            "only 19 steps since",
         ),
         ({"grad": QUIET}, "32 samples is the best batch by the model; measured: noise"),
         (
