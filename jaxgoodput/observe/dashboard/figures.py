@@ -269,7 +269,9 @@ def race(tune: TuneEnd) -> Figure | None:
     figure = Figure(figsize=(7.2, 4.4), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, 3, sharey=True)
-    figure.suptitle(f"step {tune.step}: the race between batch sizes", fontsize=12)
+    figure.suptitle(
+        f"step {tune.step}: the race between batch sizes (bold: the verdict)", fontsize=12
+    )
     rows = np.arange(len(shown))
     names = [f"{one.config.global_batch_size}, {one.standing}" for one in shown]
     axes[0].set_yticks(rows, names, fontsize=8)
@@ -277,17 +279,18 @@ def race(tune: TuneEnd) -> Figure | None:
     for label, one in zip(axes[0].get_yticklabels(), shown, strict=True):
         label.set_fontweight("bold" if one.config.global_batch_size == chosen else "normal")
     margins = [2 * one.gained_error for one in shown]
-    gains = {"xerr": margins, "fmt": "o", "color": BLUE, "capsize": 3}
-    axes[0].errorbar([one.gained for one in shown], rows, **gains)
-    _dots(axes[1], shown, [one.step_s for one in shown])
-    _dots(axes[2], shown, [one.goodput for one in shown])
+    columns = [[getattr(one, name) for one in shown] for name in ("gained", "step_s", "goodput")]
+    axes[0].axvline(0, color=GREY, linewidth=1)
+    axes[0].errorbar(columns[0], rows, xerr=margins, fmt="o", color=BLUE, capsize=3)
+    for one, values in zip(axes[1:], columns[1:], strict=True):
+        _dots(one, shown, values)
     titles = ("loss decrease\nper e-fold of samples", "step time, s", "goodput,\nuseful samples/s")
-    for one, title in zip(axes, titles, strict=True):
+    for one, title, values in zip(axes, titles, columns, strict=True):
         one.set_title(title, fontsize=9)
         one.grid(True, color=PALE)
         one.set_axisbelow(True)
         one.tick_params(axis="x", labelsize=8)
-        if not any(line.get_xydata().size for line in one.lines):
+        if not any(map(math.isfinite, values)):
             one.text(0.5, 0.5, "not known yet", transform=one.transAxes, ha="center", color=GREY)
     figure.legend(
         handles=[
