@@ -333,7 +333,7 @@ class Analyst:
             self._requests.post(Control(batch=verdict.config))
             self._due.posted(self._requests.num_batches)
             self._trials.switched(situation, verdict)
-            logging.info("step %d: new batch or strategy: %s", situation.step, verdict.reason)
+            logging.debug("step %d: new batch or strategy: %s", situation.step, verdict.reason)
         elif is_valid:
             self._trials.kept(situation, verdict)
         if verdict.statistics_every != self._cadence.every:
