@@ -2,10 +2,12 @@
 
 Photographs the dashboard of a run: a PNG in OUT of each tab (default: all that have something to show), as
 headless Chromium draws it, and the newest of each picture on it. docs/dashboard.png is `custom_scalars.png`,
-and docs/pictures has `by_batch.png`, `efficiency_by_group.png` and `sweep.png`, of
+and docs/pictures has `efficiency_by_group.png` and `sweep.png`, of
 
     python examples/recommender.py --workdir /tmp/recommender
     python docs/pictures/dashboard.py /tmp/recommender /tmp/pictures
+
+and `by_batch.png`, of `examples/quickstart.py --set base_steps=20000`.
 
 Needs Chromium on the PATH (`apt-get install chromium`) and the extra `examples`.
 """

@@ -266,7 +266,9 @@ def _search(situation: Situation) -> Verdict:
         tried = here.goodput(current, grad) / now
         if config != current and math.isfinite(tried):
             found = effect(tried, is_measured=True)
-            best_known = f"{current.global_batch_size} samples was tried and {found}; {best_known}"
+            best_known = (
+                f"a batch of {current.global_batch_size} was tried and {found}; {best_known}"
+            )
         return _later_probe(situation) or _stay(situation, best_known, now)
     return _judge(situation, config, best, now, at)
 

@@ -284,7 +284,7 @@ def test_the_race_has_a_row_for_each_batch_and_fills_only_what_was_measured():
     for axes, name in ((step, "step_s"), (goodput, "goodput")):
         filled = [line.get_markerfacecolor() != "white" for line in axes.lines]
         assert filled == [one.is_timed for one in event.race]
-        assert [line.get_xdata()[0] for line in axes.lines] == [
+        assert [np.asarray(line.get_xdata())[0] for line in axes.lines] == [
             getattr(one, name) for one in event.race
         ]
     assert not any("not known" in text.get_text() for axes in figure.axes for text in axes.texts)

@@ -256,5 +256,5 @@ def test_a_return_from_a_trial_says_what_the_trial_has_shown():
             steps_since_change=100,
         )
     )
-    assert verdict.reason.startswith("return: 128 samples was tried and loses"), verdict.reason
+    assert verdict.reason.startswith("return: a batch of 128 was tried and loses"), verdict.reason
     assert verdict.gain == pytest.approx(1.0)

@@ -7,6 +7,7 @@ import this file only when pictures are drawn.
 import io
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -305,8 +306,8 @@ def race(tune: TuneEnd) -> Figure | None:
     return figure
 
 
-_MEASURED = {"marker": "o", "linestyle": "", "color": BLUE}
-_FORECAST = _MEASURED | {"color": ORANGE, "markerfacecolor": "white"}
+_MEASURED: dict[str, Any] = {"marker": "o", "linestyle": "", "color": BLUE}
+_FORECAST: dict[str, Any] = _MEASURED | {"color": ORANGE, "markerfacecolor": "white"}
 
 
 def _dots(axes: Axes, shown: Sequence[Contender], values: Sequence[float]) -> None:
