@@ -66,7 +66,8 @@ class AccountState:
 
     def allowance_s(self, price_s: float, saving_s: float) -> float:
         """Return what may be spent now on something that costs `price_s` and may save `saving_s`."""
-        num_loans = min(saving_s / (REPAYMENT * price_s), MOST_LOANS)
+        times = saving_s / (REPAYMENT * price_s) if price_s > 0 else math.inf
+        num_loans = min(times, MOST_LOANS)
         return self.credit_s + (num_loans * self.loan_s if num_loans >= 1 else 0.0)
 
 
