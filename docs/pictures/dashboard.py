@@ -7,6 +7,8 @@ and docs/pictures has `efficiency_by_group.png` and `sweep.png`, of
     python examples/recommender.py --workdir /tmp/recommender
     python docs/pictures/dashboard.py /tmp/recommender /tmp/pictures
 
+and `by_batch.png`, of `examples/quickstart.py --set base_steps=20000`.
+
 Needs Chromium on the PATH (`apt-get install chromium`) and the extra `examples`.
 """
 

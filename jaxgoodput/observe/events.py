@@ -21,6 +21,8 @@ from jaxgoodput.goodput.fit import PerfFit, StepTimings
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Feeding, PerfParams, Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
+from jaxgoodput.observe.race import Contender
+from jaxgoodput.tune.exploring import AccountState
 from jaxgoodput.tune.verdict import Verdict
 
 
@@ -185,6 +187,8 @@ class Window(Event):
     """NaN if `Reporting.tokens_per_sample` is None."""
     feeding_s: float = math.nan
     """Time to bring a batch's table rows to the device, hidden behind other steps; NaN without tables."""
+    account: AccountState | None = None
+    """What exploring other batches has cost and may cost; None if the run does not explore."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +215,8 @@ class TuneEnd(Event):
     """Whether the verdict changes the batch or the strategy."""
     feeding: Feeding | None = None
     """Time to prepare a batch while other steps run; None if there are no tables."""
+    race: tuple[Contender, ...] = ()
+    """What is known of each batch that the run may use, smallest first."""
 
     @property
     def model(self) -> GoodputModel | None:

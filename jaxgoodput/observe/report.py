@@ -34,6 +34,7 @@ from jaxgoodput.observe.events import (
     Window,
 )
 from jaxgoodput.observe.journal import Record, of_kind
+from jaxgoodput.observe.race import COLUMNS, NOTE, balance, cells
 from jaxgoodput.text import compact, count, seconds
 
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -129,6 +130,7 @@ def report(workdir: str | os.PathLike[str], *, ascii: bool = False) -> str:
         _header(story),
         _time(story),
         _batches(story.windows),
+        _race(story),
         _evidence(story.windows),
         _verdicts(story),
         _curves(story.windows, story.evals),
@@ -172,6 +174,8 @@ def numbers(workdir: str | os.PathLike[str]) -> dict[str, Any]:
         "changes": [
             {"step": t.step, "reason": t.verdict.reason} for t in story.tunes if t.switched
         ],
+        "race": story.tunes[-1].race if story.tunes else (),
+        "account": windows[-1].account if windows else None,
         "last_verdict": story.tunes[-1].verdict.reason if story.tunes else None,
         "goodput": _mean((w.goodput_measured, w.num_steps) for w in windows),
         "last_batch": windows[-1].config.global_batch_size if windows else None,
@@ -502,6 +506,18 @@ def _batches(windows: Sequence[Window]) -> str:
     second = ("batch", "step", "model says", "error", "samples/s", "efficiency", "goodput")
     note = "(step: includes the wait for its batch; goodput: useful samples per second)"
     return _section("Batch sizes", f"{_table(first, uses)}\n\n{_table(second, results)}\n{note}")
+
+
+def _race(story: _Story) -> str:
+    """Show what is known of each batch at the last verdict, and what exploring them has cost."""
+    race = story.tunes[-1].race if story.tunes else ()
+    if len(race) < 2:
+        return ""
+    lines = [_table(COLUMNS, map(cells, race)), _wrapped([NOTE])]
+    account = story.windows[-1].account if story.windows else None
+    if account is not None:
+        lines.append(_wrapped([balance(account)]))
+    return _section("The race between batch sizes", "\n".join(lines))
 
 
 def _evidence(windows: Sequence[Window]) -> str:

@@ -20,11 +20,11 @@ from jaxgoodput.goodput.efficiency import Grad, noise_scale
 from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe import hooks as hooking
-from jaxgoodput.observe.events import Event, FitEnd, StepEnd, TuneEnd
+from jaxgoodput.observe.events import Event, FitEnd, StepEnd
 from jaxgoodput.train.compile_ahead import CompilationStarter, StrategyCompiler
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import DEPTH, Control, Requests
-from jaxgoodput.train.reporter import Reporter, WindowInputs
+from jaxgoodput.train.reporter import Reporter, WindowInputs, tune_end
 from jaxgoodput.train.watcher import StepResult
 from jaxgoodput.tune.batch import tune
 from jaxgoodput.tune.block_times import BlockTimes
@@ -32,6 +32,7 @@ from jaxgoodput.tune.cadence import FIRST_CADENCE, NoiseCadence
 from jaxgoodput.tune.drift import has_drifted
 from jaxgoodput.tune.due import VerdictTimer
 from jaxgoodput.tune.evidence import Evidence
+from jaxgoodput.tune.exploring import AccountState
 from jaxgoodput.tune.payoff import RunLength
 from jaxgoodput.tune.remembered import BatchHistory, ProgramMemory
 from jaxgoodput.tune.timings import (
@@ -323,8 +324,8 @@ class Analyst:
     def _conclude(self, answer: TunerAnswer) -> None:
         """Pass a verdict on to the loop and to hooks."""
         situation, verdict = answer.situation, answer.verdict
-        here, current = situation.here, situation.current
-        self._timings.fits[current.strategy] = here.fit
+        current = situation.current
+        self._timings.fits[current.strategy] = situation.here.fit
         is_valid = current == self._current  # a verdict on a configuration no longer in use is void
         is_switch = is_valid and verdict.config != current
         if is_switch:
@@ -334,27 +335,13 @@ class Analyst:
             self._requests.post(Control(batch=verdict.config))
             self._due.posted(self._requests.num_batches)
             self._trials.switched(situation, verdict)
-            logging.info("step %d: new batch or strategy: %s", situation.step, verdict.reason)
+            logging.debug("step %d: new batch or strategy: %s", situation.step, verdict.reason)
         elif is_valid:
             self._trials.kept(situation, verdict)
         if verdict.statistics_every != self._cadence.every:
             self._set_cadence(verdict.statistics_every)
-        self._teller.tell(
-            TuneEnd(
-                step=situation.step,
-                before=current,
-                verdict=verdict,
-                fit=here.fit,
-                timings=situation.timings,
-                grad=situation.grad,
-                num_nodes=here.placement.num_nodes,
-                num_replicas=current.num_replicas,
-                limits=self._limits,
-                residuals=here.residuals,
-                switched=is_switch,
-                feeding=here.feeding,
-            ),
-        )
+        slopes = self._evidence.by_batch
+        self._teller.tell(tune_end(answer, slopes, self._strategies, switched=is_switch))
 
     def _set_cadence(self, every: int) -> None:
         self._cadence.every = every
@@ -372,8 +359,14 @@ class Analyst:
                 stretch_before=self._evidence.before,
                 feeding_s=self._feeding.of(self._current.global_batch_size),
                 arithmetic=self._strategies.arithmetic(self._current),
+                account=self._account(),
             )
         )
+
+    def _account(self) -> AccountState | None:
+        assert self._latest is not None
+        left_s = self._left_s(self._latest.metrics.noise.cautious)
+        return self._compiling.account(self._clock.now(), left_s)
 
     # -- the situation ---------------------------------------------------------------------------
 

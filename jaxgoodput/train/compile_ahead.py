@@ -23,7 +23,7 @@ from jaxgoodput.parallel.partition import CannotDivide
 from jaxgoodput.train.compile_sizes import SizeCompiler
 from jaxgoodput.train.watcher import Ticket
 from jaxgoodput.tune.block_times import SHORT_S
-from jaxgoodput.tune.exploring import ASSUMED_DELAY, EARNINGS, Explorer
+from jaxgoodput.tune.exploring import ASSUMED_DELAY, EARNINGS, AccountState, Explorer
 from jaxgoodput.tune.payoff import strategies_pay
 from jaxgoodput.tune.plan import BatchPlan, Indivisible
 from jaxgoodput.tune.timings import TimingTable
@@ -466,6 +466,7 @@ class CompilationStarter:
     ):
         self.is_open = explores
         """Whether there is anything left to start."""
+        self._explores = explores
         self._saves = saves and strategies.compiles_one_by_one and strategies.num_strategies == 1
         self._strategies = strategies
         self._compile_s = compile_s
@@ -486,6 +487,12 @@ class CompilationStarter:
     def outlook(self) -> str:
         """What compiling another size costs and may bring, as a sentence; empty before it was considered."""
         return self._explorer.outlook
+
+    def account(self, now_s: float, left_s: float) -> AccountState | None:
+        """Return the account of exploring with `left_s` seconds left; None if the run does not explore."""
+        if not self._explores:
+            return None
+        return self._explorer.account.state(now_s - self._began_s, left_s)
 
     def stepped(self, ticket: Ticket, table: TimingTable, *, is_trial: bool) -> None:
         """Note that a step is done; `is_trial` says whether its batch is only tried."""

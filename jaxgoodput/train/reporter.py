@@ -6,7 +6,7 @@ A window is a few seconds of steps under one configuration: averages, and the mo
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,12 +16,16 @@ from jaxgoodput.engine.chips import Arithmetic
 from jaxgoodput.engine.state import StepMetrics
 from jaxgoodput.goodput.efficiency import efficiency, noise_scale
 from jaxgoodput.goodput.search import BatchLimits
-from jaxgoodput.observe.events import Event, StepEnd, Window
+from jaxgoodput.observe.events import Event, StepEnd, TuneEnd, Window
+from jaxgoodput.observe.race import race_of
 from jaxgoodput.optim.adaptation import NoiseReadout
+from jaxgoodput.train.compile_ahead import StrategyCompiler
 from jaxgoodput.train.config import Reporting
 from jaxgoodput.train.watcher import StepResult
 from jaxgoodput.tune.evidence import Stretch
+from jaxgoodput.tune.exploring import AccountState
 from jaxgoodput.tune.payoff import RunLength
+from jaxgoodput.tune.tuner import TunerAnswer
 from jaxgoodput.tune.verdict import StrategyOption
 
 UNKNOWN = math.nan
@@ -47,6 +51,8 @@ class WindowInputs:
     """Seconds to prepare a batch of the present size; NaN if unknown."""
     arithmetic: Arithmetic
     """Operations per sample, and the peak rate of the devices."""
+    account: AccountState | None
+    """What exploring other batches has cost; None if the run does not explore."""
 
 
 class Reporter:
@@ -168,10 +174,48 @@ def window_of(
         loss_gained_error=stretch.error,
         loss_gained_expected=_expected_gain(latest, inputs.stretch_before, limits),
         feeding_s=inputs.feeding_s,
+        account=inputs.account,
         tflops_per_device=tflops,
         mfu=tflops / inputs.arithmetic.peak_tflops,
         tokens_per_s=throughput * tokens_per_sample,
         eta_s=eta_s,
+    )
+
+
+def tune_end(
+    answer: TunerAnswer,
+    slopes: Mapping[int, Stretch],
+    strategies: StrategyCompiler,
+    *,
+    switched: bool,
+) -> TuneEnd:
+    """Return the event of a verdict.
+
+    `slopes` are the measured loss decreases by global batch; `switched` says whether the verdict changes the
+    batch or the strategy.
+    """
+    situation, here = answer.situation, answer.situation.here
+    strategy = here.config.strategy
+    return TuneEnd(
+        step=situation.step,
+        before=here.config,
+        verdict=answer.verdict,
+        fit=here.fit,
+        timings=situation.timings,
+        grad=situation.grad,
+        num_nodes=here.placement.num_nodes,
+        num_replicas=here.config.num_replicas,
+        limits=here.limits,
+        residuals=here.residuals,
+        switched=switched,
+        feeding=here.feeding,
+        race=race_of(
+            situation,
+            slopes,
+            sizes=strategies.sizes(strategy),
+            settled=strategies.settled(strategy),
+            memory_limit=strategies.memory_limit(strategy),
+        ),
     )
 
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from jaxgoodput.goodput.efficiency import Grad, efficiency, is_known, noise_scale
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits, best_batch
-from jaxgoodput.text import compact
+from jaxgoodput.text import count, estimate, percent, roughly, with_error
 from jaxgoodput.tune.evidence import is_denied
-from jaxgoodput.tune.strategy import choose_strategy, judge_trial
+from jaxgoodput.tune.strategy import choose_strategy, effect, judge_trial
 from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS, Situation, Verdict
 
 # How many times the measured noise an optimist believes in. The measured noise is low on purpose
@@ -109,7 +109,7 @@ def _not_ready(situation: Situation) -> Verdict | None:
         return situation.keep(f"keep: the gradient noise is not known yet; {why}")
     if situation.steps_since_change < least:
         return situation.keep(
-            f"keep: {situation.steps_since_change} steps have passed since the last change, and the next "
+            f"keep: only {count(situation.steps_since_change, 'step')} since the last change, and the next "
             f"may come after {least}",
             here.goodput(situation.incumbent, situation.grad),
         )
@@ -131,10 +131,10 @@ def denial(situation: Situation) -> Verdict | None:
     if not is_denied(before, stretch, new / old):
         return None
     reason = (
-        f"return: the loss falls too slowly with {here.config.global_batch_size} samples, by "
-        f"{stretch.gained:.3g} +- {stretch.error:.1g} per e-fold of samples; with "
-        f"{before.config.global_batch_size} it fell by {before.gained:.3g} +- {before.error:.1g}, and the "
-        f"throughput is only {new / old:.2f} times as high"
+        f"return: the loss falls too slowly with {here.config.global_batch_size} samples, by a measured "
+        f"{with_error(stretch.gained, stretch.error)} per e-fold of samples; with "
+        f"{before.config.global_batch_size} it fell by {with_error(before.gained, before.error)}, and the "
+        f"throughput is only {estimate(new / old)} times as high"
     )
     now = here.goodput(situation.incumbent, situation.grad)
     verdict = situation.change(before.config, reason, now)
@@ -154,11 +154,22 @@ def _first_probe(situation: Situation) -> Verdict | None:
         return None
     wanted = current.micro_batch_size * situation.caution.max_growth
     probe = min(options, key=lambda c: abs(math.log(c.micro_batch_size / wanted)))
+    trial_s = assumed_trial_s(situation, np.array(float(probe.global_batch_size)))
+    price = "a few steps" if math.isnan(trial_s) else f"about {roughly(trial_s)}"
+    known = f"only micro-batches of {current.micro_batch_size} have"
+    if current.micro_batch_size not in here.timed:
+        known = "no size has"
     return situation.change(
         probe,
-        f"probe: only micro-batches of {current.micro_batch_size} have been timed without disturbance; a few "
-        f"steps with {probe.micro_batch_size} will show how the step time grows with the batch",
+        f"probe: {known} been timed without disturbance; a trial of {probe.micro_batch_size} takes {price}, "
+        f"and may gain up to {percent(_hope_of(situation, probe) - 1)} goodput if steps are as fast as hoped",
     )
+
+
+def assumed_trial_s(situation: Situation, there: np.ndarray) -> float:
+    """Return the assumed seconds of a trial of a batch of `there` samples; NaN before any step was timed."""
+    seconds = PROBE_STEPS * situation.step_s * float(assumed_growth(situation, there))
+    return math.nan if math.isnan(seconds) else max(seconds, PROBE_S)
 
 
 def _hope_of(situation: Situation, config: BatchConfig) -> float:
@@ -199,19 +210,25 @@ def _later_probe(situation: Situation) -> Verdict | None:
         return None
     return situation.change(
         probe,
-        f"probe: steps with {probe.micro_batch_size} were never timed, and may gain {hope - 1:.0%} if the "
-        "noise is larger than measured",
+        f"probe: steps with {probe.micro_batch_size} were never timed; a trial takes about "
+        f"{roughly(_modelled_trial_s(situation, probe))}, and may gain up to {percent(hope - 1)} goodput if "
+        f"the noise is larger than measured; {_measured(situation)}",
     )
 
 
 def trial_pays(situation: Situation, probe: BatchConfig, hope: float) -> bool:
     """Return whether the rest of the run may save several times the seconds of a trial."""
+    price_s = _modelled_trial_s(situation, probe)
+    return not situation.left_s * (1 - 1 / hope) < REPAYMENT * price_s  # of NaN, nothing is known
+
+
+def _modelled_trial_s(situation: Situation, probe: BatchConfig) -> float:
+    """Return the seconds that a trial takes by the fitted step times."""
     here = situation.here
     throughput = here.model(situation.grad).throughput(
         here.placement, probe.micro_batch_size, probe.num_micro_batches
     )
-    price_s = max(PROBE_STEPS * probe.global_batch_size / float(throughput), PROBE_S)
-    return not situation.left_s * (1 - 1 / hope) < REPAYMENT * price_s  # of NaN, nothing is known
+    return max(PROBE_STEPS * probe.global_batch_size / float(throughput), PROBE_S)
 
 
 def _untimed(situation: Situation) -> list[BatchConfig]:
@@ -232,23 +249,26 @@ def _search(situation: Situation) -> Verdict:
     """Return the verdict on the best batch of compiled sizes that one change may reach."""
     here, grad = situation.here, situation.grad
     limits, current, home = here.limits, here.config, situation.incumbent
-    critical = float(noise_scale(grad, limits.base))
-    bound = "at least " if situation.noise_is_lower_bound else ""
-    at = f"noise scale {bound}{compact(critical)} samples{_corrected(situation.noise_factor)}"
-    now = here.goodput(home, grad)
+    now, at = here.goodput(home, grad), _measured(situation)
     # Checked before the search, which refuses to choose among unknowns. A run that resumes with step times
     # of another number of replicas cannot predict anything for this one yet.
     if not math.isfinite(now):
-        return situation.keep(f"keep: the model cannot predict the present batch yet ({at})", now)
+        return situation.keep(f"keep: the model cannot predict the present batch yet; {at}", now)
     smallest = max(limits.smallest, min(situation.floor, situation.largest))
     allowed = _narrowed(limits, smallest, min(limits.max, situation.largest), situation.accumulate)
     sizes = sorted({*here.ready, current.micro_batch_size})
     config, best = best_batch(here.model(grad), here.placement, allowed, micro_batch_sizes=sizes)
     config = dataclasses.replace(config, strategy=current.strategy)
     if not math.isfinite(best):
-        return situation.keep(f"keep: the model cannot predict any batch yet ({at})", now)
+        return situation.keep(f"keep: the model cannot predict any batch yet; {at}", now)
     if config == home:
-        best_known = _already_best(situation, sizes, now, at)
+        best_known = _already_best(situation, sizes, now)
+        tried = here.goodput(current, grad) / now
+        if config != current and math.isfinite(tried):
+            found = effect(tried, is_measured=True)
+            best_known = (
+                f"a batch of {current.global_batch_size} was tried and {found}; {best_known}"
+            )
         return _later_probe(situation) or _stay(situation, best_known, now)
     return _judge(situation, config, best, now, at)
 
@@ -257,7 +277,19 @@ def _corrected(factor: float) -> str:
     """Say by how much the loss has corrected the measured noise, if it has."""
     if abs(factor - 1) < 0.1:
         return ""
-    return f", {factor:.1f} times what the gradients show, by how the loss fell at other batches"
+    return f" ({factor:.1f} times what the gradients show, by how the loss fell at other batches)"
+
+
+def _measured(situation: Situation) -> str:
+    """Return what a verdict rests on: the measured noise scale, and the sizes whose steps were timed."""
+    here = situation.here
+    bound = "at least " if situation.noise_is_lower_bound else ""
+    critical = float(noise_scale(situation.grad, here.limits.base))
+    timed = [*map(str, sorted(set(here.timed)))]
+    steps = f"steps of {len(timed)} sizes" if len(timed) > 3 else f"steps of {' and '.join(timed)}"
+    also = f", {steps}" if timed else ""
+    corrected = _corrected(situation.noise_factor)
+    return f"measured: noise scale {bound}{estimate(critical)} samples{corrected}{also}"
 
 
 def _judge(situation: Situation, config: BatchConfig, best: float, now: float, at: str) -> Verdict:
@@ -265,8 +297,8 @@ def _judge(situation: Situation, config: BatchConfig, best: float, now: float, a
     caution, home, gain = situation.caution, situation.incumbent, best / now
     what = (
         f"{home.global_batch_size} -> {config.global_batch_size} samples "
-        f"({config.micro_batch_size} x {config.num_replicas} replicas "
-        f"x {config.num_micro_batches} micro-batches)"
+        f"({config.micro_batch_size} x {count(config.num_replicas, 'replica')} "
+        f"x {count(config.num_micro_batches, 'micro-batch')})"
     )
     asked = _asked(situation)
     payback_s = caution.switch_s / (1 - 1 / gain) if gain > 1 else math.inf
@@ -274,25 +306,31 @@ def _judge(situation: Situation, config: BatchConfig, best: float, now: float, a
         # A larger noise scale would make the smaller batch worth less, by an unknown amount.
         why = (
             f"{what} cannot be judged: the gradient signal is below its own standard error, so the noise may "
-            f"be larger ({at})"
+            f"be larger; {at}"
         )
     elif gain < 1 + asked:
-        limit = f"the {asked:.0%} that a change must bring (Tuning.min_gain)"
+        limit = f"the {percent(asked)} that a change must bring (Tuning.min_gain)"
         if asked > caution.min_gain:
-            limit = f"the {asked:.0%} asked for while a compilation disturbs the step times"
+            limit = f"the {percent(asked)} asked for while a compilation disturbs the step times"
         if (probe := _later_probe(situation)) is not None:
             return probe
-        why = f"{what} would gain {gain - 1:.1%} goodput, below {limit} ({at})"
+        why = f"{what} would {effect(gain, down=True)} by the model, below {limit}; {at}"
     elif config == situation.current:
-        reason = f"keep: {what} was tried and gains {gain - 1:.1%} goodput ({at})"
+        reason = f"keep: {what} was tried and {effect(gain, is_measured=True)}; {at}"
         return situation.keep(reason, best, gain)
     elif payback_s > caution.horizon_s:
         why = (
-            f"{what} would gain {gain - 1:.1%} goodput, but the switch costs {caution.switch_s:.1f} s, which "
-            f"takes {payback_s:.0f} s to earn back, more than {caution.horizon_s:.0f} s ({at})"
+            f"{what} would {effect(gain)} by the model, but the switch costs about "
+            f"{roughly(caution.switch_s)}, which takes {roughly(payback_s)} to earn back, more than "
+            f"{roughly(caution.horizon_s)}; {at}"
         )
     else:
-        reason = f"change: {what} gains {gain - 1:.1%} goodput ({at})"
+        trial = ""
+        if config.micro_batch_size not in situation.here.timed:
+            trial = f", although steps of {config.micro_batch_size} were never timed"
+            if not situation.disturbed:  # see `Trials`
+                trial += f": a trial takes about {roughly(_modelled_trial_s(situation, config))}"
+        reason = f"change: {what} is expected to {effect(gain)} by the model{trial}; {at}"
         return situation.change(config, reason, best, gain)
     return _stay(situation, why, now)
 
@@ -313,26 +351,41 @@ def _asked(situation: Situation) -> float:
     return caution.min_gain if is_trial else max(caution.min_gain, caution.doubt)
 
 
-def _already_best(situation: Situation, sizes: Sequence[int], now: float, at: str) -> str:
+def _already_best(situation: Situation, sizes: Sequence[int], now: float) -> str:
     """Explain why the incumbent stays, and name a batch out of reach that would merit a change."""
     here, limits, home = situation.here, situation.here.limits, situation.incumbent
     ladder = {*limits.ladder(here.placement.num_replicas), *sizes}
-    if len(set(here.timed)) < 2 <= len(ladder):  # one step time says nothing about another size's
-        also = situation.outlook and f"; {situation.outlook}"
-        timed = next(iter(here.timed), home.micro_batch_size)
-        return f"only micro-batches of {timed} have been timed ({at}){also}"
-    what, also = "is the best batch", ""
+    at = _measured(situation)
+    if len(set(here.timed)) < 2:  # one step time says nothing about another size's
+        return f"{home.global_batch_size} samples stay; {_prospect(situation, len(ladder))}; {at}"
+    what, also = "is the best batch by the model", ""
     wide = _narrowed(limits, limits.smallest, limits.max, situation.accumulate)
     beyond, hoped = best_batch(
         here.model(situation.grad), here.placement, wide, micro_batch_sizes=sorted(ladder)
     )
     if hoped >= now * (1 + _asked(situation)):
         what += " within reach" if beyond.micro_batch_size in sizes else " among the compiled ones"
-        also = f"; the model predicts {hoped / now - 1:.0%} more with {beyond.global_batch_size}"
-    why = f"{home.global_batch_size} samples {what} ({at}){also}"
+        also = f"; {beyond.global_batch_size} would {effect(hoped / now)} by the model"
+    why = f"{home.global_batch_size} samples {what}{also}; {at}"
     if home.global_batch_size == situation.floor > limits.smallest:
         why += "; no smaller one is tried yet, because an earlier run had reached it by now"
     return why
+
+
+def _prospect(situation: Situation, num_sizes: int) -> str:
+    """Return what may come next before two sizes have been timed, and what it costs if that is known."""
+    timed = [*map(str, set(situation.here.timed))]
+    only = (
+        f"only micro-batches of {timed[0]} have been timed" if timed else "no size has been timed"
+    )
+    if num_sizes < 2:
+        return "no other size is allowed"
+    if situation.outlook:
+        return f"{only}; {situation.outlook}"
+    if not _untimed(situation):
+        return f"{only}, and no other size is compiled that the next change may reach"
+    least = percent(situation.caution.min_gain)
+    return f"{only}, and no compiled one may gain the {least} that a change must bring"
 
 
 def hoped_gain(situation: Situation, there: np.ndarray) -> np.ndarray:

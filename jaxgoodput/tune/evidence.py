@@ -52,6 +52,8 @@ class Stretch:
     """Decrease of the loss per e-fold of samples; NaN after too few steps."""
     error: float = math.nan
     """Standard error of `gained`."""
+    until_samples: float = math.nan
+    """Samples trained on at the last of these steps."""
 
     @property
     def is_known(self) -> bool:
@@ -105,6 +107,7 @@ class Evidence:
         self._after: Stretch | None = None  # once it is complete
         self._settled: Stretch | None = None  # the same without the part that catches up
         self._changed = -math.inf  # logarithm of the samples at the last change
+        self._earlier: dict[int, Stretch] = {}  # known slopes of batches no longer in use
         self.bar: Bar | None = None
         self.calibration = Calibration()
 
@@ -112,6 +115,7 @@ class Evidence:
         """Add one applied update: `samples` since training began, `num_samples` of them in this update."""
         old = self._config
         if old is None or config.global_batch_size != old.global_batch_size:
+            self._earlier = self.by_batch
             self._before, self._after, self._settled = self._last(NEAR), None, None
             self._points, self._skip = [], SETTLE_STEPS
             if old is not None:
@@ -173,6 +177,14 @@ class Evidence:
         """Return the stretch since the last change, within the newer half of the run; None before updates."""
         return self._last(math.log(2))
 
+    @property
+    def by_batch(self) -> dict[int, Stretch]:
+        """The newest known slope of each global batch that was in use for long enough."""
+        now = self.now()
+        if now is None or not now.is_known:
+            return self._earlier
+        return self._earlier | {now.config.global_batch_size: now}
+
     def _last(self, width: float) -> Stretch | None:
         """Return the stretch since the last change, within the last `width` of the logarithm of samples."""
         if self._config is None:
@@ -216,7 +228,11 @@ def _merged(a: Point, b: Point) -> Point:
 def _fitted(config: BatchConfig, points: Sequence[Point]) -> Stretch:
     """Fit the slope of the loss by weighted least squares, with more weight on the mean of more samples."""
     x, y, weight, steps = (np.asarray(column, np.float64) for column in zip(*points, strict=True))
-    made = Stretch(config=config, num_steps=int(steps.sum()))
+    made = Stretch(
+        config=config,
+        num_steps=int(steps.sum()),
+        until_samples=float(round(math.exp(points[-1][0]))),
+    )
     if len(points) < MIN_STEPS or not weight.sum() > 0:
         return made
     x = x - np.average(x, weights=weight)

@@ -12,12 +12,21 @@ import dataclasses
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from jaxgoodput.tune.batch import REPAYMENT, assumed_growth, hoped_gain, modelled_gain, trial_pays
+from jaxgoodput.text import percent, roughly
+from jaxgoodput.tune.batch import (
+    REPAYMENT,
+    assumed_growth,
+    assumed_trial_s,
+    hoped_gain,
+    modelled_gain,
+    trial_pays,
+)
 from jaxgoodput.tune.timings import TimingTable
-from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS, Situation
+from jaxgoodput.tune.verdict import Situation
 
 EARNINGS = 0.02  # of the time passed
 LOAN = 0.03  # of the time that is left
@@ -26,6 +35,40 @@ MOST_LOANS = 4.0
 # Share of a compilation's seconds by which it delays the steps beside it, until that has been measured.
 ASSUMED_DELAY = 0.3
 SEVERAL = 0.9  # hope of several micro-batches, over a single one of as many samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccountState:
+    """The account of exploring at one moment; all in seconds by which exploring delays training."""
+
+    is_part: ClassVar[bool] = True  # a journal of another version may have more fields
+    earned_s: float
+    """What the time that has passed, and time that a found size is believed to save, have earned."""
+    spent_s: float
+    """Estimated delay by exploring so far, including what was charged for the size being compiled."""
+    loan_s: float
+    """What may be borrowed now for a hope that just repays it; NaN if the time left is unknown."""
+
+    @property
+    def credit_s(self) -> float:
+        """What may be spent without borrowing; negative if that much is borrowed."""
+        return self.earned_s - self.spent_s
+
+    @property
+    def borrowed_s(self) -> float:
+        """What is borrowed now."""
+        return max(-self.credit_s, 0.0)
+
+    @property
+    def most_s(self) -> float:
+        """What may be borrowed at most, in the hope to save very much."""
+        return MOST_LOANS * self.loan_s
+
+    def allowance_s(self, price_s: float, saving_s: float) -> float:
+        """Return what may be spent now on something that costs `price_s` and may save `saving_s`."""
+        times = saving_s / (REPAYMENT * price_s) if price_s > 0 else math.inf
+        num_loans = min(times, MOST_LOANS)
+        return self.credit_s + (num_loans * self.loan_s if num_loans >= 1 else 0.0)
 
 
 @dataclass
@@ -39,16 +82,23 @@ class Account:
     def allows(self, price_s: float, *, saving_s: float, passed_s: float, left_s: float) -> bool:
         """Return whether to explore for `price_s` seconds now, in the hope to save `saving_s` seconds.
 
-        `passed_s` is the time since training began, `left_s` the time to its end if nothing changes. A size
-        that was found shortens the run, and earns a share of what it saves.
+        `passed_s` and `left_s` are as in `state`.
         """
-        saved_s = max(self.expected_s - passed_s - left_s, 0.0) if self.expected_s > 0 else 0.0
-        credit_s = EARNINGS * (passed_s + saved_s) - self.spent_s
-        if price_s <= credit_s:
-            return saving_s > price_s
-        num_loans = min(saving_s / (REPAYMENT * price_s), MOST_LOANS)
-        loan_s = LOAN * num_loans * (left_s + saved_s)
-        return num_loans >= 1 and price_s <= credit_s + loan_s
+        state = self.state(passed_s, left_s)
+        return saving_s > price_s and price_s <= state.allowance_s(price_s, saving_s)
+
+    def state(self, passed_s: float, left_s: float) -> AccountState:
+        """Return the account `passed_s` seconds after training began.
+
+        `left_s` is the time to its end if nothing changes, NaN if unknown. A size that was found shortens the
+        run, and earns a share of what it saves.
+        """
+        found_s = self.expected_s - passed_s - left_s
+        saved_s = found_s if found_s > 0 else 0.0  # NaN: unknown
+        earned_s = EARNINGS * (passed_s + saved_s)
+        return AccountState(
+            earned_s=earned_s, spent_s=self.spent_s, loan_s=LOAN * (left_s + saved_s)
+        )
 
     def spend(self, price_s: float, *, total_s: float = math.nan) -> None:
         """Charge a delay of training; `total_s` is how long the whole run is expected to take, if known."""
@@ -124,19 +174,24 @@ class Explorer:
         self.is_trial_due = hopes.is_trial_due
         found = hopes.next_size(settled)
         if found is None:
-            self.outlook = "no other size promises enough to be compiled"
+            least = percent(situation.caution.min_gain)
+            self.outlook = f"no size left to compile may gain the {least} that a change must bring"
             return None
         trial_s = _trial_s(situation, found)
         price_s = num_plain * self._compile_s * self._delay + trial_s
         saving_s = left_s * (1 - 1 / found.hope)
-        what = (
-            f"compiling and trying micro-batches of {found.size} delays training by about {price_s:.2g} s, "
-            f"and may save {saving_s:.2g} s"
-        )
+        what = f"compiling and trying micro-batches of {found.size}"
+        price = f"training by about {roughly(price_s)}, and may save up to {roughly(saving_s)}"
         if not self.account.allows(price_s, saving_s=saving_s, passed_s=passed_s, left_s=left_s):
-            self.outlook = f"{what}, which is too little with {left_s:.2g} s left"
+            allowed_s = self.account.state(passed_s, left_s).allowance_s(price_s, saving_s)
+            limit = f"but only {roughly(allowed_s)} may be spent on that now"
+            if not allowed_s > 0:
+                limit = "but nothing may be spent on that now"
+            elif price_s <= allowed_s:
+                limit = "which is too little"
+            self.outlook = f"{what} would delay {price} of the {roughly(left_s)} left, {limit}"
             return None
-        self.outlook = what
+        self.outlook = f"{what} delays {price} of the {roughly(left_s)} left"
         # Steps beside a compilation take longer than the ones that are left.
         total_s = math.nan if situation.disturbed else passed_s + left_s
         self.account.spend(price_s, total_s=total_s)
@@ -165,8 +220,8 @@ def _trial_s(situation: Situation, found: NextSize) -> float:
     """Return the seconds of a trial, which may bring nothing."""
     current = situation.current
     there = np.array(float(found.size * current.num_replicas * current.num_micro_batches))
-    seconds = PROBE_STEPS * situation.step_s * float(assumed_growth(situation, there))
-    return 0.0 if math.isnan(seconds) else max(seconds, PROBE_S)
+    seconds = assumed_trial_s(situation, there)
+    return 0.0 if math.isnan(seconds) else seconds
 
 
 @dataclass(frozen=True, kw_only=True)

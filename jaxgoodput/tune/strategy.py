@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from jaxgoodput.goodput.efficiency import Grad
 from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.text import percent, roughly
 from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS, Situation, StrategyOption, Verdict
 
 
@@ -72,13 +73,13 @@ def _judge_switch(
         return ""
     gain = goodput / now
     payback_s = switch_s / (1 - 1 / gain) if gain > 1 else math.inf
-    what = f"{here.strategy} -> {_named(config)}"
-    price = f"the switch costs {switch_s:.2f} s"
+    what, why = f"{here.strategy} -> {_named(config)}", "by measured step times of both"
+    price = f"the switch costs about {roughly(switch_s)}"
     if gain >= 1 + caution.min_gain and payback_s <= min(caution.horizon_s, situation.left_s):
-        price += f", earned back in {payback_s:.1f} s"
-        reason = f"change: {what} gains {gain - 1:.1%} goodput ({price})"
+        price += f", earned back in {roughly(payback_s)}"
+        reason = f"change: {what} is expected to {effect(gain)} {why}; {price}"
         return situation.change(config, reason, goodput, gain)
-    return f"; {what} would gain {gain - 1:.1%} goodput ({price})"
+    return f"; {what} would {effect(gain)} {why}, and {price}"
 
 
 def _untried(situation: Situation) -> Verdict | None:
@@ -92,8 +93,8 @@ def _untried(situation: Situation) -> Verdict | None:
         if there.fit is None and situation.left_s * situation.caution.min_gain > price_s:
             return situation.change(
                 there.config,
-                f"probe: {_named(there.config)} was never timed; a few steps will show how fast it is, for "
-                f"{price_s:.2f} s with both moves",
+                f"probe: {_named(there.config)} was never timed; a trial takes about {roughly(price_s)} with "
+                f"both moves, and may gain the {percent(situation.caution.min_gain)} that would repay it",
             )
     return None
 
@@ -107,16 +108,32 @@ def judge_trial(situation: Situation) -> Verdict:
     gain = trial / before
     if math.isfinite(gain) and gain > 1:
         reason = (
-            f"keep: {_named(current)} was tried and gains {gain - 1:.1%} goodput over "
-            f"{_named(home.config)}"
+            f"keep: {_named(current)} was tried, and by measured step times of both "
+            f"{effect(gain, is_measured=True)} over {_named(home.config)}"
         )
         return situation.keep(reason, trial, gain)
-    measured = f"has {gain:.1%} of its goodput" if math.isfinite(gain) else "could not be timed"
+    measured = f"has {percent(gain)} of its goodput, by measured step times of both"
+    if not math.isfinite(gain):
+        measured = "could not be timed"
     return situation.change(
         home.config,
         f"return: to {_named(home.config)}, because {_named(current)} was tried and {measured}",
         before,
     )
+
+
+def effect(gain: float, *, is_measured: bool = False, down: bool = False) -> str:
+    """Return what a ratio of goodputs means, in words that follow "would"; `down` never rounds up.
+
+    If it `is_measured`, the words follow the name of what has this effect.
+
+    >>> effect(1.4), effect(0.9), effect(1.001, is_measured=True)
+    ('gain 40% goodput', 'lose 10% goodput', 'gains less than 1% goodput')
+    """
+    word, share = ("lose", 1 - gain) if gain < 0.995 else ("gain", max(gain - 1, 0.0))
+    shown = percent(share, down=down)
+    shown = "less than 1%" if shown == "0%" else shown
+    return f"{word}{'s' * is_measured} {shown} goodput"
 
 
 def _named(config: BatchConfig) -> str:

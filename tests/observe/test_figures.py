@@ -34,7 +34,7 @@ def of_the_sweep(event):
     return figures.sweep_avoided(sweep.Sweep().after(350.0, 60.0, 50.0, 1e4, fixed), 350, 0.07)
 
 
-ALL = [*OF_A_FIT, by_group, of_the_sweep]
+ALL = [*OF_A_FIT, by_group, of_the_sweep, figures.race]
 
 
 def tune(**over):
@@ -272,3 +272,24 @@ def test_axes_have_some_ticks_but_not_too_many(num_rows, scale):
         low, high = axis.get_view_interval()
         inside = [tick for tick in axis.get_majorticklocs() if low <= tick <= high]
         assert 2 <= len(inside) <= 13
+
+
+def test_the_race_has_a_row_for_each_batch_and_fills_only_what_was_measured():
+    event = tune()
+    figure = figures.race(event)
+    assert figure is not None
+    gained, step, goodput = figure.axes
+    names = [label.get_text() for label in gained.get_yticklabels()]
+    assert names == [f"{one.config.global_batch_size}, {one.standing}" for one in event.race]
+    for axes, name in ((step, "step_s"), (goodput, "goodput")):
+        filled = [line.get_markerfacecolor() != "white" for line in axes.lines]
+        assert filled == [one.is_timed for one in event.race]
+        assert [np.asarray(line.get_xdata())[0] for line in axes.lines] == [
+            getattr(one, name) for one in event.race
+        ]
+    assert not any("not known" in text.get_text() for axes in figure.axes for text in axes.texts)
+    unknown = [dataclasses.replace(one, gained=math.nan) for one in event.race]
+    figure = figures.race(tune(race=tuple(unknown)))
+    assert figure is not None
+    assert [text.get_text() for text in figure.axes[0].texts] == ["not known yet"]
+    assert figures.race(tune(race=event.race[:1])) is None

@@ -111,6 +111,27 @@ def test_verdicts_come_with_their_reasons(planted):
     assert lines[1].startswith("step 100: change: 64 -> ")
 
 
+def test_the_race_is_told_with_what_exploring_has_cost(planted):
+    workdir, one = planted
+    text = report(workdir)
+    small = row(text, "The race between batch sizes", "64")
+    assert small[1:4] == ["in use", "0.30 +- 0.04", "100"] and small[5] == "steps"
+    guess = row(text, "The race between batch sizes", "512")
+    assert guess[1:4] == ["not compiled", "-", "-"] and guess[4].startswith("~")
+    assert guess[5] == "model"
+    assert "exploring other sizes has delayed training by about 3 s" in text
+    told = numbers(workdir)
+    assert [x["config"]["micro_batch_size"] for x in told["race"]] == [4, 8, 16, 32, 64, 128]
+    assert told["account"]["spent_s"] == one.account.spent_s
+    # A journal from before there was a race says nothing about it.
+    path = workdir / journal.FILE_NAME
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line.pop("race", None), line.pop("account", None)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "The race" not in report(workdir) and numbers(workdir)["race"] == []
+
+
 def test_incidents_are_told(planted):
     lines = section(report(planted[0]), "Restarts, checkpoints, skipped steps")
     assert lines[0] == (

@@ -219,6 +219,13 @@ def test_verdicts_and_events_say_why(finished):
     assert any("gains" in text and "step 50" in text for text in verdicts)
     # Ten verdicts to keep for the same reason with other numbers are one text.
     assert len([text for text in verdicts if "keep" in text]) < 6
+    races = [
+        value.tensor.string_val[0].decode()
+        for _, value in eventreader.values(folder, "decisions/race/text_summary")
+    ]
+    assert any("| 64 | in use | 0.30 +- 0.04 | 100 |" in text for text in races)
+    # A table that differs only in its numbers is not news.
+    assert len(races) < 12, "verdicts"
     log = [
         value.tensor.string_val[0].decode()
         for _, value in eventreader.values(folder, "log/events/text_summary")

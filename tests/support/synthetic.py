@@ -23,6 +23,8 @@ from jaxgoodput.observe.events import (
     TuneEnd,
     Window,
 )
+from jaxgoodput.observe.race import Contender
+from jaxgoodput.tune.exploring import AccountState
 from jaxgoodput.tune.verdict import Verdict
 
 PERF = PerfParams(
@@ -99,6 +101,27 @@ def fit_start(step=0, progress=0.0, restart=0, config=START):
     )
 
 
+def race(model, before):
+    """Batches of 1 to 128 samples per replica: two were timed, one of them in use for long."""
+    found = []
+    for size in (4, 8, 16, 32, 64, 128):
+        config = BatchConfig(micro_batch_size=size, num_micro_batches=1, num_replicas=REPLICAS)
+        in_use, timed = config == before, size in (8, 16) or config == before
+        found.append(
+            Contender(
+                config=config,
+                standing="in use" if in_use else "tried" if timed else "not compiled",
+                gained=0.3 if in_use else math.nan,
+                gained_error=0.02 if in_use else math.nan,
+                num_steps=100 if in_use else 0,
+                step_s=float(step_time(PERF, PLACEMENT, size)),
+                basis="measured" if timed else "modelled",
+                goodput=float(model.goodput(PLACEMENT, size)),
+            )
+        )
+    return tuple(found)
+
+
 def tune_end(step, progress, before, rng=None, *, grad=None, known=True):
     if grad is None:  # told apart, although both have the same noise scale
         whole = grad_at(progress)
@@ -130,6 +153,7 @@ def tune_end(step, progress, before, rng=None, *, grad=None, known=True):
         limits=LIMITS,
         residuals=(),
         switched=config != before,
+        race=race(model, before),
     )
 
 
@@ -175,6 +199,7 @@ def window(step, progress, samples, config=START, *, num_steps=10, known=True, s
         loss_gained_error=0.02 if known else math.nan,
         loss_gained_expected=0.28 if known else math.nan,
         tflops_per_device=1e-5 * throughput,
+        account=AccountState(earned_s=0.02 * samples, spent_s=3.0, loan_s=1.5),
     )
     return Window(**(fields | over))
 

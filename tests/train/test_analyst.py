@@ -221,6 +221,22 @@ def test_a_size_that_the_model_hopes_for_is_tried_once_and_left(course):
     assert "8192 samples is the best batch" in back.verdict.reason
 
 
+def test_verdicts_and_windows_tell_how_the_race_stands_and_what_it_costs(course):
+    run = course(start=2048, reporting__window_s=1e-6)
+    run.go(150)
+    race = {one.config.global_batch_size: one for one in run.heard.verdicts[-1].race}
+    assert list(race) == list(SIZES)
+    assert [race[size].standing for size in SIZES] == ["compiled", "tried", "in use", "tried"]
+    assert [race[size].is_timed for size in SIZES] == [False, True, True, True]
+    for size in SIZES[1:]:
+        assert race[size].step_s == pytest.approx(STEP_S[size], rel=0.05)
+    assert race[8192].num_steps >= 20 and race[8192].gained_error >= 0
+    accounts = [window.account for window in run.heard.windows]
+    earned_s = [account.earned_s for account in accounts]
+    assert earned_s == sorted(earned_s) and earned_s[-1] > 0
+    assert {account.spent_s for account in accounts} == {0.0}, "nothing had to be compiled"
+
+
 def test_a_drift_of_step_times_calls_for_a_verdict(course):
     made = course(start=2048, ready=(2048,), tuning__every_steps=10**6, tuning__every_s=1e9)
     made.go(200)

@@ -76,14 +76,17 @@ def test_a_faster_strategy_is_taken_and_its_price_is_told():
     assert verdict.config.strategy == "fsdp8"
     assert verdict.gain == pytest.approx(1.5)
     assert verdict.reason.startswith("change: data8 -> fsdp8")
-    assert "the switch costs 0.25 s" in verdict.reason
+    assert "the switch costs about 0.25 s" in verdict.reason
 
 
 @pytest.mark.parametrize("speed", [0.5, 1.0, 1.04])
 def test_a_gain_below_the_least_is_refused_with_its_numbers(speed):
     verdict = choose(option(speed=speed), min_gain=0.05)
     assert verdict.config == HERE
-    assert verdict.reason.startswith(KEEP.reason) and "would gain" in verdict.reason
+    assert (
+        verdict.reason.startswith(KEEP.reason)
+        and "; data8 -> fsdp8 (64 samples) would" in verdict.reason
+    )
 
 
 def test_a_move_that_does_not_pay_within_the_horizon_or_the_time_left_is_refused():
@@ -102,7 +105,10 @@ def test_an_untimed_strategy_is_tried_where_the_time_left_repays_it():
     assert choose(option(), left_s=5.9).config == HERE
     verdict = choose(option(), left_s=6.1)
     assert verdict.config.strategy == "fsdp8" and math.isnan(verdict.goodput)
-    assert verdict.reason.startswith("probe: fsdp8") and "0.30 s with both moves" in verdict.reason
+    assert (
+        verdict.reason.startswith("probe: fsdp8")
+        and "about 0.3 s with both moves" in verdict.reason
+    )
 
 
 def test_a_known_gain_goes_before_a_trial():
@@ -167,5 +173,5 @@ def test_a_trial_stays_where_it_was_faster_and_else_returns():
     assert won.config == trial and won.gain == pytest.approx(1.2)
     assert won.reason.startswith("keep: fsdp8") and won.statistics_every == 3
     lost = judged(0.8)
-    assert lost.config == HERE and lost.reason.startswith("return") and "80.0%" in lost.reason
+    assert lost.config == HERE and lost.reason.startswith("return") and "80%" in lost.reason
     assert judged(None).config == HERE and "could not be timed" in judged(None).reason

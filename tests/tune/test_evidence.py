@@ -174,3 +174,19 @@ def test_a_bar_is_lifted_where_training_has_slowed_down_by_itself():
     training.go(64, 0.02, 3000)
     training.evidence.review(100.0)
     assert training.evidence.bar is None
+
+
+def test_each_batch_keeps_its_newest_known_slope():
+    training = Training(noise=0.01)
+    assert training.evidence.by_batch == {}
+    training.go(64, 1.0, 200)
+    training.go(256, 0.2, 200)
+    found = training.evidence.by_batch
+    assert found[64].gained == pytest.approx(1.0, abs=0.05)
+    assert found[256].gained == pytest.approx(0.2, abs=0.05)
+    assert found[64].until_samples == 1000 + 64 * 200
+    training.go(64, 0.5, 15)  # a trial is too short for a slope, so what is known stays
+    assert training.evidence.by_batch == found
+    training.go(64, 0.5, 200)
+    assert training.evidence.by_batch[64].gained == pytest.approx(0.5, abs=0.05)
+    assert training.evidence.by_batch[256] == found[256]

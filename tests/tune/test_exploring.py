@@ -89,6 +89,12 @@ def test_a_loan_must_be_repaid_several_times_and_a_found_size_earns():
     assert not account.allows(1.0, saving_s=9.0, passed_s=5.0, left_s=math.nan)
 
 
+def test_what_costs_nothing_is_allowed_if_it_may_save_anything():
+    left = {"passed_s": 0.0, "left_s": 100.0}
+    assert Account().allows(0.0, saving_s=1.0, **left)
+    assert not Account().allows(0.0, saving_s=0.0, **left)
+
+
 def next_size(now, sizes, settled, table):
     return Hopes.of(now, sizes, table).next_size(settled)
 

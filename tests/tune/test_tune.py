@@ -121,10 +121,13 @@ def test_a_lower_bound_of_the_noise_speaks_for_no_smaller_batch():
         ({"grad": GradParams(sqr=1.0, var=NAN)}, "the gradient noise is not known yet"),
         (
             {"since": 19, "caution": dataclasses.replace(BOLD, dwell_steps=20)},
-            "19 steps have passed since",
+            "only 19 steps since",
         ),
-        ({"grad": QUIET}, "32 samples is the best batch (noise"),
-        ({"ready": (), "accumulate": False}, "32 samples is the best batch among the compiled"),
+        ({"grad": QUIET}, "32 samples is the best batch by the model; measured: noise"),
+        (
+            {"ready": (), "accumulate": False},
+            "32 samples is the best batch by the model among the compiled",
+        ),
         ({"caution": dataclasses.replace(BOLD, min_gain=9.0)}, "below the 900%"),
         ({"caution": dataclasses.replace(BOLD, switch_s=60.0, horizon_s=30.0)}, "earn back"),
         # Step times of one replica say nothing about two: not a guess, and not an error.
@@ -241,7 +244,7 @@ def test_a_later_trial_must_repay_its_seconds_several_times(left_s):
     }
     sure, verdict = decide(**known), decide(**known, left_s=left_s)
     assert sure.reason.startswith("probe: steps with 512 were never timed")
-    hope = 1 + float(re.search(r"gain (\d+)%", sure.reason)[1]) / 100
+    hope = 1 + float(re.search(r"gain up to (\d+)%", sure.reason)[1]) / 100
     model = GoodputModel(perf=PERF, grad=known["grad"], base_batch_size=32)
     step_s = 512 / float(model.throughput(Placement(num_nodes=1, num_replicas=1), 512, 1))
     saved, asked = left_s * (1 - 1 / hope), REPAYMENT * max(PROBE_STEPS * step_s, PROBE_S)
@@ -508,7 +511,7 @@ def test_what_the_loss_denies_is_left_whatever_the_model_hopes():
     assert verdict.config == at(128) and verdict.denied
     assert (
         "the loss falls too slowly with 512 samples" in verdict.reason
-        and "0.5 +- 0.01" in verdict.reason
+        and "0.50 +- 0.01" in verdict.reason
     )
     waits = dataclasses.replace(BOLD, dwell_steps=20)
     assert not decide(**kind, stretch=said(at(512), 0.1), caution=waits, since=5).denied

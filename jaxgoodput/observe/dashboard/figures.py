@@ -7,12 +7,14 @@ import this file only when pictures are drawn.
 import io
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
@@ -20,6 +22,7 @@ from jaxgoodput.goodput.efficiency import GradGroups, efficiency, is_known, nois
 from jaxgoodput.goodput.perf import Placement, step_time
 from jaxgoodput.goodput.sweep import Sweep
 from jaxgoodput.observe.events import TuneEnd
+from jaxgoodput.observe.race import Contender
 from jaxgoodput.text import compact, seconds
 
 # Colours that colour-blind readers can distinguish (Okabe and Ito, 2008).
@@ -246,6 +249,79 @@ def sweep_avoided(sweep: Sweep, step: int, error: float = math.nan) -> Figure | 
     axes.axhline(sweep.own_s, color=GREEN, linestyle="--", label=label)
     _logarithmic(axes)
     return figure
+
+
+def race(tune: TuneEnd) -> Figure | None:
+    """Draw what is known of each batch, a row each: loss decrease, step time, goodput. None if there is one.
+
+    A filled mark is measured, a hollow one is a model's forecast or a guess. Bars are two standard errors.
+    """
+    if len(tune.race) < 2:
+        return None
+    batches = [one.config.global_batch_size for one in tune.race]
+    chosen = tune.verdict.config.global_batch_size
+    eventful = {
+        batch
+        for batch, one in zip(batches, tune.race, strict=True)
+        if one.standing != "not compiled" or batch == chosen
+    }
+    kept = _thinned(batches, eventful)
+    shown = [one for one in tune.race if one.config.global_batch_size in kept]
+    figure = Figure(figsize=(7.2, 4.4), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 3, sharey=True)
+    figure.suptitle(
+        f"step {tune.step}: the race between batch sizes (bold: the verdict)", fontsize=12
+    )
+    rows = np.arange(len(shown))
+    names = [f"{one.config.global_batch_size}, {one.standing}" for one in shown]
+    axes[0].set_yticks(rows, names, fontsize=8)
+    axes[0].set_ylim(-0.6, len(shown) - 0.4)
+    for label, one in zip(axes[0].get_yticklabels(), shown, strict=True):
+        label.set_fontweight("bold" if one.config.global_batch_size == chosen else "normal")
+    margins = [2 * one.gained_error for one in shown]
+    columns = [[getattr(one, name) for one in shown] for name in ("gained", "step_s", "goodput")]
+    axes[0].axvline(0, color=GREY, linewidth=1)
+    axes[0].errorbar(columns[0], rows, xerr=margins, fmt="o", color=BLUE, capsize=3)
+    for one, values in zip(axes[1:], columns[1:], strict=True):
+        _dots(one, shown, values)
+    titles = ("loss decrease\nper e-fold of samples", "step time, s", "goodput,\nuseful samples/s")
+    for one, title, values in zip(axes, titles, columns, strict=True):
+        one.set_title(title, fontsize=9)
+        one.grid(True, color=PALE)
+        one.set_axisbelow(True)
+        one.tick_params(axis="x", labelsize=8)
+        if not any(map(math.isfinite, values)):
+            one.text(0.5, 0.5, "not known yet", transform=one.transAxes, ha="center", color=GREY)
+    figure.legend(
+        handles=[
+            Line2D([], [], **_MEASURED, label="measured"),
+            Line2D([], [], **_FORECAST, label="by the model, or guessed"),
+        ],
+        loc="outside lower center",
+        ncols=2,
+        fontsize=8,
+        frameon=False,
+    )
+    return figure
+
+
+_MEASURED: dict[str, Any] = {"marker": "o", "linestyle": "", "color": BLUE}
+_FORECAST: dict[str, Any] = _MEASURED | {"color": ORANGE, "markerfacecolor": "white"}
+
+
+def _dots(axes: Axes, shown: Sequence[Contender], values: Sequence[float]) -> None:
+    """Draw a value of each batch, in its row, on a logarithmic axis."""
+    known = [v for v in values if math.isfinite(v) and v > 0]
+    for row, (one, value) in enumerate(zip(shown, values, strict=True)):
+        if math.isfinite(value):
+            axes.plot([value], [row], **(_MEASURED if one.is_timed else _FORECAST))
+    if known:
+        axes.set_xscale("log")
+        axes.set_xlim(min(known) / 1.3, max(known) * 1.3)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=6))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
+        axes.xaxis.set_minor_locator(NullLocator())
 
 
 def _short(name: str) -> str:

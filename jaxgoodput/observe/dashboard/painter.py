@@ -42,6 +42,7 @@ class Drawing:
         drawn, tune = [], self.tune
         if tune is not None:
             drawn += [
+                ("race/by_batch", figures.race(tune), tune.step),
                 ("model/goodput_surface", figures.goodput_surface(tune), tune.step),
                 ("model/goodput_curve", figures.goodput_curve(tune), tune.step),
                 ("model/fit", figures.fit_scatter(tune), tune.step),

@@ -34,7 +34,8 @@ def scalars_of(event: Event) -> dict[str, float]:
 
 @scalars_of.register
 def _window(event: Window) -> dict[str, float]:
-    return _known(_window_scalars(event)) | _bands(event) | _users("train", event.metrics)
+    values = _window_scalars(event) | _account(event)
+    return _known(values) | _bands(event) | _users("train", event.metrics)
 
 
 @scalars_of.register
@@ -135,6 +136,18 @@ def _window_scalars(event: Window) -> dict[str, Any]:
         "progress/epoch": event.epoch,
         "progress/eta_s": event.eta_s,
         "progress/skipped_steps": event.skipped_steps,
+    }
+
+
+def _account(event: Window) -> dict[str, float]:
+    account = event.account
+    if account is None:
+        return {}
+    return {
+        "account/earned_s": account.earned_s,
+        "account/spent_s": account.spent_s,
+        "account/borrowed_s": account.borrowed_s,
+        "account/loan_limit_s": account.most_s,
     }
 
 

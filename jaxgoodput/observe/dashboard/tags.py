@@ -49,6 +49,11 @@ TAGS: tuple[Tag, ...] = (
     Tag("batch/accumulation_steps", "1", "micro-batches per replica and update"),
     Tag("batch/num_replicas", "1", "replicas; global = per_device x accumulation x replicas"),
     Tag("batch/memory_limit", "samples", "largest micro-batch that fits into memory"),
+    Tag("account/earned_s", "s",
+        "delay of training that exploring other sizes has earned: a share of the time passed and saved"),
+    Tag("account/spent_s", "s", "estimated delay of training by exploring other sizes, so far"),
+    Tag("account/borrowed_s", "s", "spent on exploring beyond what was earned"),
+    Tag("account/loan_limit_s", "s", "most that exploring may borrow now, in the hope to save very much"),
     Tag("gns/critical_batch_size", "samples",
         "gradient noise scale: the batch at which noise and signal are equal"),
     Tag("gns/grad_sqr", "1", "squared norm of the true gradient, smoothed"),
@@ -107,6 +112,8 @@ TAGS: tuple[Tag, ...] = (
 
 
 PICTURES: tuple[Tag, ...] = (
+    Tag("race/by_batch", "1",
+        "what is known of each batch: loss decrease, step time and goodput; hollow: not measured"),
     Tag("model/goodput_surface", "% of the best",
         "predicted goodput by micro-batch size and count; framed: previous batch and verdict"),
     Tag("model/goodput_curve", "samples/s",
@@ -160,6 +167,10 @@ CHARTS: Charts = {
         "largest micro-batch that fits (samples)": _lines("batch/memory_limit"),
         "noise scale is only a lower bound": _lines("gns/is_lower_bound"),
         "noise measurements: interval, age of the latest (steps)": _lines("stats/every", "gns/age"),
+        "exploring other sizes: earned, spent (s)": _lines("account/earned_s", "account/spent_s"),
+        "exploring other sizes: borrowed, at most (s)": _lines(
+            "account/borrowed_s", "account/loan_limit_s"
+        ),
     },
     "Performance model": {
         "step time, measured and model (s)": _lines("perf/step_time_s"),

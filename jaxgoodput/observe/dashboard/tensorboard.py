@@ -41,6 +41,7 @@ from jaxgoodput.observe.events import (
     TuneEnd,
     Window,
 )
+from jaxgoodput.observe.race import COLUMNS, NOTE, Contender, cells
 from jaxgoodput.text import count, seconds
 
 DIRECTORY = "tensorboard"
@@ -89,6 +90,7 @@ class Dashboard:
         self._comparison = _Comparison()
         self._charts: Charts = {}  # the charts on the page so far
         self._last_kind = ""  # the last verdict's reason without its numbers
+        self._race: list[tuple[Any, ...]] = []  # the last table of the race, without its numbers
         self._skipped = 0
         self._window_step = self._judged_step = -1
         self._last_seen: float | None = None  # end of the previous run, Unix seconds
@@ -174,6 +176,10 @@ class Dashboard:
                 event.step,
             )
         self._last_kind = kind
+        race = [(one.config, one.standing, one.basis, one.num_steps > 0) for one in event.race]
+        if len(race) > 1 and (event.switched or race != self._race):
+            self._text("decisions/race", _race_table(event.step, event.race), event.step)
+        self._race = race
         self._pictures.add_verdict(event)
         if self._pictures.are_due():
             self._draw(event.step)
@@ -437,6 +443,12 @@ def describe(config: BatchConfig) -> str:
         f"{config.global_batch_size} = {config.micro_batch_size} x {config.num_replicas} "
         f"x {config.num_micro_batches}{under}"
     )
+
+
+def _race_table(step: int, race: Sequence[Contender]) -> str:
+    rows = [f"| {' | '.join(cells(one))} |" for one in race]
+    header = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    return "\n".join([f"**step {step}** {NOTE}", "", *header, *rows])
 
 
 def _markdown(settings: Mapping[str, Any]) -> str:
