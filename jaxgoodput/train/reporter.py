@@ -257,7 +257,7 @@ def _step_end(result: StepResult) -> StepEnd:
 _OWN = tuple(
     (f.name, _NAMES.get(f.name, f.name))
     for f in dataclasses.fields(StepMetrics)
-    if f.name not in {"noise", "aux", *_SAID_ELSEWHERE}
+    if f.name not in {"noise", "measured", "aux", *_SAID_ELSEWHERE}
 )
 _OF_NOISE = tuple(
     (f.name, _NAMES.get(f.name, f.name))
