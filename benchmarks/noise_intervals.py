@@ -15,10 +15,10 @@ every group, weighted as the run weights them. Printed are noise scales in sampl
 * frozen: what the run's own estimator says at this one state, averaged over 300 batches. It differs from
   "exact" by what its parts of a batch share, such as batch statistics.
 
-Then, by workload: at how many points the exact noise scales lie inside, the median of upper over lower, and the
-geometric means of believed and stated over exact. "mlp" and "digits" (an MLP, too) are trained by SGD
-with momentum, as is "cnn", which has batch normalisation; "decoder" by AdamW; and "clicks" and "recommender",
-both with embedding tables, by Adagrad.
+Then, by workload: the number of points whose exact noise scale lies inside, the median of upper over lower,
+and the geometric means of believed and stated over exact. "mlp", "digits" (an MLP, too) and "cnn", which has
+batch normalisation, are trained by SGD with momentum; "decoder" by AdamW; "clicks" and "recommender", which
+have embedding tables, by Adagrad.
 """
 
 import dataclasses
@@ -45,9 +45,9 @@ from jaxgoodput.data.sources import abstract_sample, as_source
 from jaxgoodput.engine.engine import Engines
 from jaxgoodput.engine.state import TrainState, split
 from jaxgoodput.goodput.efficiency import GradGroups, noise_scale
+from jaxgoodput.goodput.intervals import NoiseInterval
 from jaxgoodput.optim import adaptation
 from jaxgoodput.optim import noise as noises
-from jaxgoodput.optim.intervals import NoiseInterval
 from jaxgoodput.parallel.strategy import Strategy
 from jaxgoodput.train.start.problem import problem_of
 

@@ -20,8 +20,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 from jaxgoodput._pytree import one_vector, static, struct
+from jaxgoodput.goodput.intervals import UNKNOWN_INTERVAL, NoiseInterval, noise_interval
 from jaxgoodput.optim.adaptation import NoiseReadout, Number
-from jaxgoodput.goodput.intervals import UNKNOWN, NoiseInterval, noise_interval
 from jaxgoodput.optim.noise import MeasuredGroups
 from jaxgoodput.parallel.strategy import Layout
 
@@ -367,7 +367,7 @@ class StepMetrics(Generic[Number]):
         """Return the noise scale with its 80 % interval, NaN if too little is known. Host values only."""
         noise, measured = self.noise, self.measured
         if not noise.is_known:
-            return UNKNOWN
+            return UNKNOWN_INTERVAL
         return noise_interval(
             measured.sqr, noise.group_var, measured.sqr_error, measured.var_error, base_batch_size
         )

@@ -128,7 +128,7 @@ class NoiseState:
 
 @struct
 class MeasuredGroups(Generic[Number]):
-    """What was measured of the groups, without any caution: arrays, or on the host numpy arrays and a number."""
+    """What was measured of the groups, without any caution: arrays; on the host, numpy values."""
 
     sqr: Any
     """Average of the estimated signals, `[groups]`; it may be negative."""

@@ -392,6 +392,7 @@ class Analyst:
             ),
             grad=noise.cautious,
             noise_is_lower_bound=noise.is_lower_bound,
+            noise_interval=metrics.noise_interval(here.limits.base),
             timings=table.timings(step),
             clean=self._timings.timed(current, clean=True),
             disturbed=self._due.is_disturbed,

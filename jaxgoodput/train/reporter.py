@@ -157,6 +157,7 @@ def window_of(
         grad=noise.plain,
         noise_scale=float(noise_scale(noise.cautious, limits.base)) if noise.is_known else UNKNOWN,
         noise_is_lower_bound=noise.is_known and noise.is_lower_bound,
+        noise_interval=metrics.noise_interval(limits.base),
         noise_age_steps=float(ticket.step - inputs.measured_at),
         noise_confidence=noise.num_samples,
         gain=metrics.gain,

@@ -232,9 +232,7 @@ def _search(situation: Situation) -> Verdict:
     """Return the verdict on the best batch of compiled sizes that one change may reach."""
     here, grad = situation.here, situation.grad
     limits, current, home = here.limits, here.config, situation.incumbent
-    critical = float(noise_scale(grad, limits.base))
-    bound = "at least " if situation.noise_is_lower_bound else ""
-    at = f"noise scale {bound}{compact(critical)} samples"
+    at = _noise_of(situation)
     now = here.goodput(home, grad)
     # Checked before the search, which refuses to choose among unknowns. A run that resumes with step times
     # of another number of replicas cannot predict anything for this one yet.
@@ -251,6 +249,16 @@ def _search(situation: Situation) -> Verdict:
         best_known = _already_best(situation, sizes, now, at)
         return _later_probe(situation) or _stay(situation, best_known, now)
     return _judge(situation, config, best, now, at)
+
+
+def _noise_of(situation: Situation) -> str:
+    """Return a phrase with the noise scale that the verdict rests on, and the interval of what it may be."""
+    critical = float(noise_scale(situation.grad, situation.here.limits.base))
+    bound = "at least " if situation.noise_is_lower_bound else ""
+    phrase, stated = f"noise scale {bound}{compact(critical)} samples", situation.noise_interval
+    if not stated.is_known:
+        return phrase
+    return f"{phrase}, 80 % interval {compact(stated.lower)} to {compact(stated.upper)}"
 
 
 def _judge(situation: Situation, config: BatchConfig, best: float, now: float, at: str) -> Verdict:

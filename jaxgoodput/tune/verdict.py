@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxgoodput.goodput.efficiency import Grad
 from jaxgoodput.goodput.fit import PerfFit, StepTimings
+from jaxgoodput.goodput.intervals import UNKNOWN_INTERVAL, NoiseInterval
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Feeding, Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
@@ -127,6 +128,8 @@ class Situation:
     """Steps between two noise measurements from now on."""
     noise_is_lower_bound: bool = False
     """Whether the signal is below its own standard error, so that the noise scale may be any larger."""
+    noise_interval: NoiseInterval = UNKNOWN_INTERVAL
+    """The noise scale with its 80 % interval, for the reason; decisions rest on `grad`."""
     adapt: bool = True
     """Whether the batch may change; if False, only the model is fitted."""
     scheduled: int | None = None

@@ -31,7 +31,7 @@ def share_inside(sqr, var, measured, error, average, **options):
 
 
 def planted(rng, num_groups, error, fluctuation):
-    """Signals drawn as the module says, `[runs, groups]`, and their measured averages with standard errors."""
+    """Signals drawn as the module says, `[runs, groups]`; their measured averages and standard errors."""
     var = np.exp(rng.normal(size=num_groups))
     level = rng.uniform(*np.log(intervals.LEVELS), size=(NUM_RUNS, 1))
     scatter = intervals.GROUP_SPREAD * rng.normal(size=(NUM_RUNS, num_groups))
@@ -115,7 +115,7 @@ def test_without_noise_the_noise_scale_is_zero_and_a_silent_group_does_no_harm()
 
 
 def states_of(rng, sqr, var, num_estimates, fluctuation, drift):
-    """Noise statistics of runs with Gaussian gradients, and the signals of their last states, `[runs, groups]`.
+    """Noise statistics of runs with Gaussian gradients, and signals of their last states, `[runs, groups]`.
 
     The signal of a state is `sqr` times a factor common to all groups, which differs from state to state by
     `fluctuation`, and grows by exp(-drift) over the run. Each group has 50 parameters.

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jaxgoodput.goodput.efficiency import GradParams
 from jaxgoodput.goodput.fit import PerfFit, StepTimings
+from jaxgoodput.goodput.intervals import NoiseInterval
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Feeding, PerfParams, Placement, feeding_time, step_time
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
@@ -112,6 +113,14 @@ def test_a_lower_bound_of_the_noise_speaks_for_no_smaller_batch():
     assert decide(noise_is_lower_bound=True) == dataclasses.replace(
         decide(), reason=decide().reason.replace("noise scale ", "noise scale at least ")
     )
+
+
+def test_the_reason_states_the_interval_of_the_noise_scale_which_decides_nothing():
+    stated = NoiseInterval(lower=300.0, middle=700.0, upper=15_300.0)
+    with_interval, without = decide(noise_interval=stated), decide()
+    assert "samples, 80 % interval 300 to 15.3k" in with_interval.reason
+    assert dataclasses.replace(with_interval, reason=without.reason) == without
+    assert "80 %" not in without.reason
 
 
 @pytest.mark.parametrize(
