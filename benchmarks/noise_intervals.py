@@ -16,7 +16,7 @@ every group, weighted as the run weights them. Printed are noise scales in sampl
   "exact" by what its parts of a batch share, such as batch statistics.
 
 Then, by workload: the number of points whose exact noise scale lies inside, the median of upper over lower,
-and the geometric means of believed and stated over exact. "mlp", "digits" (an MLP, too) and "cnn", which has
+and the medians of believed, stated and frozen over exact. "mlp", "digits" (an MLP, too) and "cnn", which has
 batch normalisation, are trained by SGD with momentum; "decoder" by AdamW; "clicks" and "recommender", which
 have embedding tables, by Adagrad.
 """
@@ -85,7 +85,7 @@ NORMALISED = jg.from_linen(Network(), train_kwargs={"train": True}, predict_kwar
 class Normalised(Pictures):
     """The pictures, with batch normalisation."""
 
-    def init(self, key):
+    def init(self, key):  # pyright: ignore[reportIncompatibleMethodOverride]
         return NORMALISED.init(key, jnp.zeros((1, self.side, self.side, 1)))
 
     def loss_and_state(self, params, model_state, batch, key):
@@ -286,9 +286,15 @@ class Run:
         return GradGroups(sqr=sqr, var=var)
 
 
-def mean_ratio(ratios: Sequence[float]) -> str:
-    """The geometric mean."""
-    return f"{math.exp(statistics.mean(math.log(x) for x in ratios)):.2f}"
+def summary(name: str, points: Sequence[Point]) -> str:
+    """The row of a workload."""
+    ratios = [(p.believed / p.exact, p.stated.middle / p.exact, p.frozen / p.exact) for p in points]
+    typical = " | ".join(f"{statistics.median(column):.2f}" for column in zip(*ratios, strict=True))
+    return (
+        f"| {name} | {len(points)} | {sum(p.holds(p.exact) for p in points)} | "
+        f"{sum(p.holds(p.around) for p in points)} | "
+        f"{statistics.median(p.stated.upper / p.stated.lower for p in points):.1f} | {typical} |"
+    )
 
 
 def main(_: Any) -> None:
@@ -316,14 +322,7 @@ def main(_: Any) -> None:
     )
     print("|---" * 8 + "|")
     for name, points in found.items():
-        print(
-            f"| {name} | {len(points)} | {sum(p.holds(p.exact) for p in points)} | "
-            f"{sum(p.holds(p.around) for p in points)} | "
-            f"{statistics.median(p.stated.upper / p.stated.lower for p in points):.1f} | "
-            f"{mean_ratio([p.believed / p.exact for p in points])} | "
-            f"{mean_ratio([p.stated.middle / p.exact for p in points])} | "
-            f"{mean_ratio([p.frozen / p.exact for p in points])} |"
-        )
+        print(summary(name, points))
 
 
 if __name__ == "__main__":

@@ -97,11 +97,10 @@ def _draws(measured: Groups, error: Groups, noise: Groups) -> np.ndarray:
     bent = low[:, None] + (high - low)[:, None] * np.linspace(0, 1, NUM_SIGNALS)
     signals = error[:, None] * np.logaddexp(bent, 0)
     logs = np.log(signals)
-    density = (
-        np.log(error)[:, None] - np.logaddexp(-bent, 0) - logs
-    )  # of the logarithm, by candidate
-    agreement = density - 0.5 * ((signals - measured[:, None]) / error[:, None]) ** 2
-    levels = np.linspace(*np.log(LEVELS), NUM_LEVELS)
+    # The first three terms are the density of the candidates' logarithms.
+    agreement = np.log(error)[:, None] - np.logaddexp(-bent, 0) - logs
+    agreement -= 0.5 * ((signals - measured[:, None]) / error[:, None]) ** 2
+    levels = np.linspace(np.log(LEVELS[0]), np.log(LEVELS[1]), NUM_LEVELS)
     apart = (logs - np.log(noise)[:, None])[None] - levels[:, None, None]
     likely = agreement[None] - 0.5 * (apart / GROUP_SPREAD) ** 2  # [levels, groups, signals]
     best = likely.max(axis=-1, keepdims=True)
@@ -145,7 +144,7 @@ def _uniform_of(num_groups: int) -> np.ndarray:
 
 
 def _evenly(num_columns: int) -> np.ndarray:
-    """Return the same evenly spread numbers in (0, 1) in several orders (Latin hypercube), `[draws, columns]`."""
+    """Return evenly spread numbers in (0, 1) in several orders, `[draws, columns]` (Latin hypercube)."""
     rng = np.random.default_rng(0)
     orders = [rng.permutation(NUM_DRAWS) for _ in range(num_columns)]
     return (np.stack(orders, axis=1) + 0.5) / NUM_DRAWS
