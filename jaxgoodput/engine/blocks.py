@@ -83,8 +83,8 @@ class BlockRunner:
             bounds = self._counts[first], self._counts[count]
         elif count != num_steps:
             raise ValueError(
-                f"a block's {num_steps} steps run together on this device, and got count={count}. Take the rows "
-                "of single ones with rows(), and call Engine.step()."
+                f"a block's {num_steps} steps run together on this device, and got count={count}. Take the "
+                "rows of single ones with rows(), and call Engine.step()."
             )
         run = self._compiled(self._programs.steps, self._shape_of(batch, mask))
         state, metrics = self._call(run, state, batch, mask, *bounds)

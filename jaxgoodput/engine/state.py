@@ -20,7 +20,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 from jaxgoodput._pytree import one_vector, static, struct
+from jaxgoodput.goodput.intervals import UNKNOWN_INTERVAL, NoiseInterval, noise_interval
 from jaxgoodput.optim.adaptation import NoiseReadout, Number
+from jaxgoodput.optim.noise import MeasuredGroups
 from jaxgoodput.parallel.strategy import Layout
 
 Leaf = Any  # an array; or a shape, sharding or flag in trees of those
@@ -356,8 +358,19 @@ class StepMetrics(Generic[Number]):
     """Factor that the update was multiplied by, mean over label groups."""
     noise: NoiseReadout[Number]
     """Estimate of the gradient noise after this step."""
+    measured: MeasuredGroups[Number]
+    """What this estimate rests on, by group of parameters."""
     aux: Mapping[str, Number]
     """User's own numbers, averaged over samples."""
+
+    def noise_interval(self: "StepMetrics[float]", base_batch_size: int) -> NoiseInterval:
+        """Return the noise scale with its 80 % interval, NaN if too little is known. Host values only."""
+        noise, measured = self.noise, self.measured
+        if not noise.is_known:
+            return UNKNOWN_INTERVAL
+        return noise_interval(
+            measured.sqr, noise.group_var, measured.sqr_error, measured.var_error, base_batch_size
+        )
 
     def packed(self) -> Float[Array, " numbers"]:
         """Return all numbers as one float32 vector, which the step's program returns instead of them."""
@@ -394,6 +407,10 @@ _KINDS = StepMetrics[type](
         known=bool,
         **dict.fromkeys(("group_sqr", "group_var"), np.ndarray),
         **dict.fromkeys(("sqr", "var", "seen_groups", "num_samples", "newest_samples"), float),
+    ),
+    measured=MeasuredGroups(
+        **dict.fromkeys(("sqr", "sqr_error"), np.ndarray),
+        var_error=float,
     ),
     aux={},
 )

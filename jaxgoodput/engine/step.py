@@ -670,5 +670,6 @@ def _metrics(
         progress=adaptation.progress(state.opt_state),
         gain=adaptation.gain(state.opt_state).mean(),
         noise=adaptation.readout(state.opt_state),
+        measured=adaptation.measured_groups(state.opt_state),
         aux={name: value / wide(samples, like=value) for name, value in total.aux.items()},
     )

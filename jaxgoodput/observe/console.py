@@ -160,7 +160,9 @@ def progress_line(event: Window, total_base_steps: float | None) -> str:
     facts += [f"batch {describe(event.config)}", *_facts(event)]
     if math.isfinite(event.noise_scale):  # infinite while no signal exceeds its own error
         least = ">= " if event.noise_is_lower_bound else ""
-        facts.append(f"noise scale {least}{compact(event.noise_scale)}")
+        stated = event.noise_interval
+        around = f" ({compact(stated.lower)} to {compact(stated.upper)})" if stated.is_known else ""
+        facts.append(f"noise scale {least}{compact(event.noise_scale)}{around}")
     return " | ".join([*facts, _eta(event.eta_s)])
 
 

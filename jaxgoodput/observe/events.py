@@ -18,6 +18,7 @@ from jaxgoodput._fields.serial import decode
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.goodput.efficiency import Grad, GradParams
 from jaxgoodput.goodput.fit import PerfFit, StepTimings
+from jaxgoodput.goodput.intervals import UNKNOWN_INTERVAL, NoiseInterval
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Feeding, PerfParams, Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
@@ -185,6 +186,9 @@ class Window(Event):
     """Model flops utilisation, relative to the chip's bfloat16 peak; NaN for an unlisted chip."""
     tokens_per_s: float = math.nan
     """NaN if `Reporting.tokens_per_sample` is None."""
+    noise_interval: NoiseInterval = UNKNOWN_INTERVAL
+    """80 % interval of the noise scale, samples; NaN if unknown. Decisions use `noise_scale`, which is
+    cautious and may lie outside."""
     feeding_s: float = math.nan
     """Time to bring a batch's table rows to the device, hidden behind other steps; NaN without tables."""
     account: AccountState | None = None

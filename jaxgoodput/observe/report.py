@@ -181,6 +181,7 @@ def numbers(workdir: str | os.PathLike[str]) -> dict[str, Any]:
         "last_batch": windows[-1].config.global_batch_size if windows else None,
         "last_noise_scale": windows[-1].noise_scale if windows else None,
         "last_noise_scale_is_lower_bound": windows[-1].noise_is_lower_bound if windows else None,
+        "last_noise_interval": vars(windows[-1].noise_interval) if windows else None,
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
         "last_eval": evals,

@@ -12,7 +12,7 @@ from jaxtyping import Array, PyTree
 from jaxgoodput._pytree import PackedTree, struct
 from jaxgoodput.goodput.efficiency import GradGroups, GradParams
 from jaxgoodput.optim import noise as noises
-from jaxgoodput.optim.noise import NoiseState
+from jaxgoodput.optim.noise import MeasuredGroups, NoiseState
 
 Number = TypeVar("Number")
 
@@ -162,6 +162,11 @@ def grad_params(opt_state: PyTree) -> GradParams:
     They suit a chart; for decisions use `grad_groups(opt_state)`.
     """
     return noises.grad_params(noise_state(opt_state))
+
+
+def measured_groups(opt_state: PyTree) -> MeasuredGroups[Array]:
+    """Return what was measured of the groups, without caution: what the noise scale's interval rests on."""
+    return noises.measured_groups(find(opt_state).groups)
 
 
 def progress(opt_state: PyTree) -> Array:

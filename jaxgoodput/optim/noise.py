@@ -23,7 +23,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,7 @@ MAX_GROUPS = 64  # groups of parameters, each with its own efficiency
 
 Labels = PyTree[str] | Callable[[PyTree], PyTree[str]] | None
 Scalar = Num[Array, ""]
+Number = TypeVar("Number")
 # Fields of a PyTree hold arrays, or anything that a tree map puts in their place (shardings, shapes).
 Leaf: TypeAlias = Any
 
@@ -123,6 +124,18 @@ class NoiseState:
     """Last trusted averages."""
     biased: Leaf
     """Whether the latest sample was a differenced one, a bool."""
+
+
+@struct
+class MeasuredGroups(Generic[Number]):
+    """What was measured of the groups, without any caution: arrays; on the host, numpy values."""
+
+    sqr: Any
+    """Average of the estimated signals, `[groups]`; it may be negative."""
+    sqr_error: Any
+    """Standard error of each of these averages, `[groups]`."""
+    var_error: Number
+    """Standard error of the noise of all groups together, as a share of it; a scalar."""
 
 
 def init_noise(num_groups: int = 1) -> NoiseState:
@@ -314,6 +327,20 @@ def _expected(estimate: Array, error: Array) -> Array:
     z = jnp.maximum(jnp.where(uncertain, estimate / jnp.where(uncertain, error, 1), 0), -10.0)
     hazard = jnp.exp(-0.5 * z**2 - jax.scipy.special.log_ndtr(z)) / math.sqrt(2 * math.pi)
     return jnp.where(uncertain, error * (z + hazard), jnp.maximum(estimate, 0))
+
+
+def measured_groups(
+    state: NoiseState, *, min_samples: float = MIN_SAMPLES
+) -> MeasuredGroups[Array]:
+    """Return the signal of every group as measured, with its standard error: what an interval rests on."""
+    averages = _trusted(state, min_samples)
+    root = _root(_count(averages))
+    var, error = averages.var[-1], averages.var_deviation[-1] / root
+    return MeasuredGroups(
+        sqr=averages.sqr[:-1],
+        sqr_error=averages.sqr_deviation[:-1] / root,
+        var_error=jnp.where(var > 0, error / jnp.where(var > 0, var, 1), 0),
+    )
 
 
 def taken_for(grad: GradGroups, like: Averages) -> Averages:

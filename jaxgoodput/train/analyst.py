@@ -388,6 +388,7 @@ class Analyst:
             grad=self._evidence.calibration.corrected(noise.cautious),
             noise_factor=self._evidence.calibration.factor,
             noise_is_lower_bound=noise.is_lower_bound,
+            measured=metrics.measured,
             timings=table.timings(step),
             clean=self._timings.timed(current, clean=True),
             disturbed=self._due.is_disturbed,

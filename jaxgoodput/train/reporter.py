@@ -163,6 +163,7 @@ def window_of(
         grad=noise.plain,
         noise_scale=float(noise_scale(noise.cautious, limits.base)) if noise.is_known else UNKNOWN,
         noise_is_lower_bound=noise.is_known and noise.is_lower_bound,
+        noise_interval=metrics.noise_interval(limits.base),
         noise_age_steps=float(ticket.step - inputs.measured_at),
         noise_confidence=noise.num_samples,
         gain=metrics.gain,
@@ -301,7 +302,7 @@ def _step_end(result: StepResult) -> StepEnd:
 _OWN = tuple(
     (f.name, _NAMES.get(f.name, f.name))
     for f in dataclasses.fields(StepMetrics)
-    if f.name not in {"noise", "aux", *_SAID_ELSEWHERE}
+    if f.name not in {"noise", "measured", "aux", *_SAID_ELSEWHERE}
 )
 _OF_NOISE = tuple(
     (f.name, _NAMES.get(f.name, f.name))

@@ -277,19 +277,21 @@ def _corrected(factor: float) -> str:
     """Say by how much the loss has corrected the measured noise, if it has."""
     if abs(factor - 1) < 0.1:
         return ""
-    return f" ({factor:.1f} times what the gradients show, by how the loss fell at other batches)"
+    return f" and taken {factor:.1f} times as large, by how the loss fell at other batches"
 
 
 def _measured(situation: Situation) -> str:
     """Return what a verdict rests on: the measured noise scale, and the sizes whose steps were timed."""
     here = situation.here
     bound = "at least " if situation.noise_is_lower_bound else ""
-    critical = float(noise_scale(situation.grad, here.limits.base))
+    critical = float(noise_scale(situation.measured_grad, here.limits.base))
     timed = [*map(str, sorted(set(here.timed)))]
     steps = f"steps of {len(timed)} sizes" if len(timed) > 3 else f"steps of {' and '.join(timed)}"
     also = f", {steps}" if timed else ""
-    corrected = _corrected(situation.noise_factor)
-    return f"measured: noise scale {bound}{estimate(critical)} samples{corrected}{also}"
+    noise, stated = f"noise scale {bound}{estimate(critical)} samples", situation.noise_interval
+    if stated.is_known:
+        noise += f" (80 % interval {estimate(stated.lower)} to {estimate(stated.upper)})"
+    return f"measured: {noise}{_corrected(situation.noise_factor)}{also}"
 
 
 def _judge(situation: Situation, config: BatchConfig, best: float, now: float, at: str) -> Verdict:

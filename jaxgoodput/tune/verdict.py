@@ -1,16 +1,19 @@
 """The tuner's input (`Situation`) and its decision (`Verdict`): values without rules."""
 
+import dataclasses
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 
-from jaxgoodput.goodput.efficiency import Grad
+from jaxgoodput.goodput.efficiency import Grad, is_known
 from jaxgoodput.goodput.fit import PerfFit, StepTimings
+from jaxgoodput.goodput.intervals import UNKNOWN_INTERVAL, NoiseInterval, noise_interval
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Feeding, Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
+from jaxgoodput.optim.noise import MeasuredGroups
 from jaxgoodput.tune.evidence import Bar, Stretch
 
 LEAST_FIXED = 0.25  # share of a step that an optimist expects not to grow with the batch
@@ -129,6 +132,8 @@ class Situation:
     """Whether the signal is below its own standard error, so that the noise scale may be any larger."""
     noise_factor: float = 1.0
     """What the loss has corrected the measured noise by (`calibration.py`)."""
+    measured: MeasuredGroups[float] | None = None
+    """What the noise was estimated from, for the interval that the reason states."""
     adapt: bool = True
     """Whether the batch may change; if False, only the model is fitted."""
     scheduled: int | None = None
@@ -154,6 +159,20 @@ class Situation:
     def current(self) -> BatchConfig:
         """The configuration in use."""
         return self.here.config
+
+    @property
+    def measured_grad(self) -> Grad:
+        """The moments as the gradients show them, without the correction by the loss."""
+        return dataclasses.replace(self.grad, var=self.grad.var / self.noise_factor)
+
+    @property
+    def noise_interval(self) -> NoiseInterval:
+        """The measured noise scale with its 80 % interval; decisions rest on `grad`. Takes a millisecond."""
+        seen, grad = self.measured, self.measured_grad
+        if seen is None or not is_known(grad):
+            return UNKNOWN_INTERVAL
+        base = self.here.limits.base
+        return noise_interval(seen.sqr, grad.var, seen.sqr_error, seen.var_error, base)
 
     @property
     def seconds_by_size(self) -> dict[int, float]:

@@ -29,6 +29,7 @@ from jaxgoodput.engine import step as pure
 from jaxgoodput.engine.state import Loss, StepMetrics, Variables, combine, split
 from jaxgoodput.optim import adaptation
 from jaxgoodput.optim import learning_rate as rules
+from jaxgoodput.optim.noise import MeasuredGroups
 from jaxgoodput.parallel.strategy import Strategy
 
 # -- the norm of the gradient ------------------------------------------------------------------------
@@ -337,6 +338,9 @@ def test_metrics_come_off_the_wire_as_numbers_with_what_rides_along(known):
         progress=12.25,
         gain=1.0,
         noise=noise,
+        measured=MeasuredGroups(
+            sqr=jnp.array([-4.0, 5.5, 6.5]), sqr_error=jnp.array([0.1, 0.2, 0.3]), var_error=0.25
+        ),
         aux={"b": 2.0, "a": 1.0},
     )
     vector = np.concatenate([sent.packed(), [5.0, 6.0]])
@@ -350,6 +354,9 @@ def test_metrics_come_off_the_wire_as_numbers_with_what_rides_along(known):
     assert got.noise.is_known is known and got.noise.is_lower_bound is known
     expected = [1.0, 2.0, 3.0] if known else [np.nan] * 3  # on the host, unknown is NaN
     np.testing.assert_array_equal(got.noise.cautious.var, expected)
+    np.testing.assert_array_equal(got.measured.sqr, [-4.0, 5.5, 6.5])
+    np.testing.assert_allclose(got.measured.sqr_error, [0.1, 0.2, 0.3], rtol=1e-6)
+    assert got.measured.var_error == 0.25 and got.noise_interval(16).is_known is known
 
 
 # -- the pure functions ------------------------------------------------------------------------------

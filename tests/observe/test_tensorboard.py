@@ -17,6 +17,7 @@ import tensorboard_server
 from tensorboardX.proto import api_pb2, layout_pb2, plugin_hparams_pb2
 
 from jaxgoodput.clock import FakeClock, SystemClock
+from jaxgoodput.goodput.intervals import UNKNOWN_INTERVAL
 from jaxgoodput.observe import hooks
 from jaxgoodput.observe.badput import BUCKETS, TimeLedger
 from jaxgoodput.observe.dashboard import eventfile
@@ -88,6 +89,9 @@ def test_what_is_drawn_is_what_was_measured(tmp_path, clock):
     assert shown("batch/global") == 64 == 8 * 8 * 1
     assert shown("goodput/samples_per_sec") == pytest.approx(one.goodput_measured)
     assert shown("gns/critical_batch_size") == pytest.approx(one.noise_scale)
+    stated = one.noise_interval
+    for bound, value in (("", stated.middle), ("_lower", stated.lower), ("_upper", stated.upper)):
+        assert shown(f"gns/noise_scale{bound}") == pytest.approx(value)
     assert shown("lr/effective") == pytest.approx(0.1 * one.gain)
     band = math.exp(synthetic.ERROR)
     assert shown("goodput/predicted_lower") == pytest.approx(one.goodput_predicted / band)
@@ -104,7 +108,7 @@ def test_the_unknown_is_a_gap_but_a_loss_of_nan_is_shown(tmp_path, clock):
     dashboard.close()
     run = eventreader.scalars(tmp_path / "tensorboard" / "measured")
     assert "gns/critical_batch_size" not in run
-    assert "goodput/predicted" not in run
+    assert "goodput/predicted" not in run and "gns/noise_scale_upper" not in run
     assert math.isnan(run["train/loss"][0][1])
     assert run["train/bad_name_"] == [(10, 1.0)]
 
@@ -119,9 +123,15 @@ def test_a_margin_chart_has_its_three_curves_at_the_same_steps(tmp_path, clock):
     dashboard.on_window(synthetic.window(30, 1.0, 64, predicted_step_s=nan))
     dashboard.on_window(synthetic.window(40, 1.0, 64, loss_gained_error=nan))
     dashboard.on_window(synthetic.window(50, 1.0, 64))
+    dashboard.on_window(synthetic.window(60, 1.0, 64, noise_interval=UNKNOWN_INTERVAL))
     dashboard.close()
     run = eventreader.scalars(tmp_path / "tensorboard" / "measured")
-    expected = {"evidence": [10, 20, 30, 50], "goodput": [30, 40, 50], "perf": [20, 40, 50]}
+    expected = {
+        "evidence": [10, 20, 30, 50, 60],
+        "goodput": [30, 40, 50, 60],
+        "gns": [10, 20, 30, 40, 50],
+        "perf": [20, 40, 50, 60],
+    }
     for names in MARGINS:
         for name in names:
             assert [step for step, _ in run[name]] == expected[name.partition("/")[0]]
@@ -170,7 +180,7 @@ def test_layout_names_existing_tags_exactly(finished):
             assert len(chart.multiline.tag) <= 2, "all tags of one run have the same colour"
             for series in chart.margin.series:
                 assert {series.value, series.lower, series.upper} <= written
-    assert len(MARGINS) == 3
+    assert len(MARGINS) == 4
 
 
 def test_a_chart_comes_to_the_page_once_it_has_something_to_show(tmp_path, clock):

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxgoodput.goodput.efficiency import GradGroups, GradParams
 from jaxgoodput.goodput.fit import PerfFit, StepTimings
+from jaxgoodput.goodput.intervals import UNKNOWN_INTERVAL, NoiseInterval
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import PerfParams, Placement, compute_time, step_time
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits, best_batch
@@ -161,6 +162,8 @@ def window(step, progress, samples, config=START, *, num_steps=10, known=True, s
     """A window of `num_steps` steps that took `slow` times what the model says."""
     grad = grad_at(progress) if known else UNKNOWN
     model = GoodputModel(perf=PERF, grad=grad, base_batch_size=LIMITS.base)
+    critical = grad.var / grad.sqr * LIMITS.base
+    interval = NoiseInterval(lower=0.6 * critical, middle=1.1 * critical, upper=2.1 * critical)
     predicted_s = float(
         step_time(PERF, PLACEMENT, config.micro_batch_size, config.num_micro_batches)
     )
@@ -185,7 +188,8 @@ def window(step, progress, samples, config=START, *, num_steps=10, known=True, s
         throughput=throughput,
         efficiency=efficiency,
         grad=grad,
-        noise_scale=grad.var / grad.sqr * LIMITS.base,
+        noise_scale=critical,
+        noise_interval=interval if known else UNKNOWN_INTERVAL,
         noise_is_lower_bound=False,
         noise_age_steps=3.0,
         noise_confidence=12.0,

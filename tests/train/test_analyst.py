@@ -12,6 +12,7 @@ from jaxgoodput.engine.state import StepMetrics
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe.hooks import Hook
 from jaxgoodput.optim.adaptation import NoiseReadout
+from jaxgoodput.optim.noise import MeasuredGroups
 from jaxgoodput.train.analyst import Analyst
 from jaxgoodput.train.compile_ahead import StrategyCompiler
 from jaxgoodput.train.control import Requests
@@ -186,6 +187,9 @@ class Course:
             progress=float(self.step),
             gain=1.0,
             noise=noise,
+            measured=MeasuredGroups(
+                sqr=np.array([1e-6]), sqr_error=np.array([1e-7]), var_error=0.01
+            ),
             aux={},
         )
         return StepResult(

@@ -3,17 +3,19 @@
 import dataclasses
 import math
 import re
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jaxgoodput.goodput.efficiency import GradParams
+from jaxgoodput.goodput.efficiency import GradGroups, GradParams
 from jaxgoodput.goodput.fit import PerfFit, StepTimings
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Feeding, PerfParams, Placement, feeding_time, step_time
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
+from jaxgoodput.optim.noise import MeasuredGroups
 from jaxgoodput.tune.batch import GROWTH, MOST_DISTURBED, OPTIMISM, REPAYMENT, tune
 from jaxgoodput.tune.cadence import statistics_cadence
 from jaxgoodput.tune.evidence import Bar, Stretch
@@ -52,7 +54,7 @@ def at(micro, count=1, replicas=1):
 
 
 def decide(
-    grad=NOISY,
+    grad: Any = NOISY,
     *,
     fit=None,
     current=None,
@@ -112,6 +114,15 @@ def test_a_lower_bound_of_the_noise_speaks_for_no_smaller_batch():
     assert decide(noise_is_lower_bound=True) == dataclasses.replace(
         decide(), reason=decide().reason.replace("noise scale ", "noise scale at least ")
     )
+
+
+def test_the_reason_states_the_interval_of_the_noise_scale_which_decides_nothing():
+    seen = MeasuredGroups(sqr=np.array([1.0]), sqr_error=np.array([0.2]), var_error=0.01)
+    grad = GradGroups(sqr=np.array([1.0]), var=np.array([8.0]))
+    with_interval, without = decide(grad, measured=seen), decide(grad)
+    assert re.search(r"samples \(80 % interval \d+ to \d+\)", with_interval.reason)
+    assert dataclasses.replace(with_interval, reason=without.reason) == without
+    assert "80 %" not in without.reason
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from jaxgoodput.engine.programs.program import Program, SampleShape
 from jaxgoodput.engine.state import TrainState
 from jaxgoodput.parallel.strategy import Layout
 
-# Steps of a program that runs several: of one that may also run a part, and of one that may not. Before a step
-# that measures the noise, the latter are run only if all of them fit.
+# Steps of a program that runs several: of one that may also run a part, and of one that may not. The latter
+# is run only if all its steps fit before the next one that measures the noise.
 SPLIT_BLOCK, WHOLE_BLOCK = 16, 8
 Rows = tuple[PyTree, Array]
 """The batch and mask of a step, or of the steps of a block, one behind the other."""
@@ -70,8 +70,8 @@ class BlockPrograms:
     def steps(self, shape: SampleShape) -> Program:
         """Build up to `num_steps` steps of one micro-batch each, without noise samples, for one dispatch.
 
-        It goes from (state, key, batch, mask) to (state, packed metrics `[num_steps, numbers]`). The batch has
-        the rows of all steps, one after the other. If it `can_split`, it takes the number of the first step
+        It goes from (state, key, batch, mask) to (state, packed metrics `[num_steps, numbers]`). The batch
+        has the rows of all steps, one after the other. If it `can_split`, it takes the number of the first step
         to run and their number, too, and the metrics are followed by zeros. A loop: it is compiled in the
         time of one step, each step as it is alone, and takes less time than as many copies of the step.
         """

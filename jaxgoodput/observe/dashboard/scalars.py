@@ -152,7 +152,8 @@ def _account(event: Window) -> dict[str, float]:
 
 
 def _bands(event: Window) -> dict[str, float]:
-    """Return predictions with a margin of one fit error, and the loss decrease with two standard errors.
+    """Return predictions with a margin of one fit error, the noise scale with its 80 % interval, and the loss
+    decrease with two standard errors.
 
     Value and bounds are written together or not at all: TensorBoard rejects a margin chart whose three curves
     have different steps.
@@ -167,6 +168,10 @@ def _bands(event: Window) -> dict[str, float]:
             values[f"{name}{unit}"] = value
             values[f"{name}_lower{unit}"] = value / band
             values[f"{name}_upper{unit}"] = value * band
+    if event.noise_interval.is_known:
+        values["gns/noise_scale"] = event.noise_interval.middle
+        values["gns/noise_scale_lower"] = event.noise_interval.lower
+        values["gns/noise_scale_upper"] = event.noise_interval.upper
     if math.isfinite(event.loss_gained) and math.isfinite(event.loss_gained_error):
         values["evidence/loss_gained"] = event.loss_gained
         values["evidence/loss_gained_lower"] = event.loss_gained - 2 * event.loss_gained_error

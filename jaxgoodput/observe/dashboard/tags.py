@@ -55,7 +55,10 @@ TAGS: tuple[Tag, ...] = (
     Tag("account/borrowed_s", "s", "spent on exploring beyond what was earned"),
     Tag("account/loan_limit_s", "s", "most that exploring may borrow now, in the hope to save very much"),
     Tag("gns/critical_batch_size", "samples",
-        "gradient noise scale: the batch at which noise and signal are equal"),
+        "gradient noise scale, as decisions use it: the batch at which noise and signal are equal"),
+    Tag("gns/noise_scale", "samples", "middle of the noise scale's 80 % interval"),
+    Tag("gns/noise_scale_lower", "samples", "the noise scale is below this with a chance of 10 %"),
+    Tag("gns/noise_scale_upper", "samples", "the noise scale is above this with a chance of 10 %"),
     Tag("gns/grad_sqr", "1", "squared norm of the true gradient, smoothed"),
     Tag("gns/grad_var", "1", "gradient variance at the base batch, smoothed"),
     Tag("gns/confidence", "samples of the noise", "effective number of measurements behind the estimate"),
@@ -161,6 +164,10 @@ CHARTS: Charts = {
         # Two charts, because the noise scale may be a hundred times the batch.
         "global batch (samples)": _lines("batch/global"),
         "noise scale (samples)": _lines("gns/critical_batch_size"),
+        "noise scale, 80 % interval (samples)": (
+            "Margin",
+            [f"gns/noise_scale{bound}" for bound in ("", "_lower", "_upper")],
+        ),
         "learning-rate gain": _lines("lr/gain"),
         "micro-batch (samples per replica)": _lines("batch/per_device"),
         "micro-batches per update": _lines("batch/accumulation_steps"),
