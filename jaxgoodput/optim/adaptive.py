@@ -396,7 +396,9 @@ class _Adaptive:
             return noise
         leaves, structure = jax.tree.flatten(updates)
         decays = [self.rule.second_moment_decays[i] for i in self.rule.of_leaves(len(leaves))]
-        averaged = [decay not in (None, 1) for decay in decays]
+        # Rows of tables, which come last, are divided by optimizers of their own.
+        num_own = len(self.rule.rule_of_leaf) or len(leaves)
+        averaged = [i < num_own and x not in (None, 1) for i, x in enumerate(decays)]
         kept = jax.tree.leaves(self.seen(jax.tree.unflatten(structure, averaged)))
         return dataclasses.replace(noise, moment=jnp.where(jnp.array(kept), noise.moment, 0))
 
