@@ -578,7 +578,11 @@ def _noise_sample(
         return sample
     # Before the preconditioner has settled, moments have other units and would linger in the average.
     settled = noise.is_settled(state.opt_state)
-    return dataclasses.replace(sample, num_groups=jnp.where(settled, sample.num_groups, 0))
+    return dataclasses.replace(
+        sample,
+        num_groups=jnp.where(settled, sample.num_groups, 0),
+        moment=problem.apart(lambda pick: noise.moment_norms(pick(scale, 0.0))),
+    )
 
 
 def update(

@@ -109,6 +109,9 @@ class Adaptation:
     """Factors of the latest update, `[factors]`: by rule, and within a rule by label."""
     second_moment: Any
     """The optimizer's second moment, relative to its value with base batches, `[factors]`."""
+    new_squares: Any
+    """Latest measured signal and noise of the squared gradient at the base batch, `[2]`, relative to the
+    optimizer's second moment; zeros while unknown."""
     moment_weight: Any
     """Divisor in Adam's bias correction, 1 - b2 to the power of the updates, `[rules]`."""
     base_batches: Any

@@ -20,7 +20,9 @@ together. With labels they are the pooled moments of the label.
 
 Under `rules.adam_scale`, the root of the gain is enough only once Adam's second moment has shrunk to the
 second moment of the larger batch, which is smaller by the gain. Until then an update is too small by the root
-of the ratio, so the factor is multiplied by it. (If the moments did not move, Adam would be a fixed
+of the ratio, so the factor is multiplied by it. How fast the moment shrinks depends on how large new squares
+are beside it, which noise samples say: early in training it is full of larger gradients, which no batch
+removes. (If the moments did not move, Adam would be a fixed
 preconditioner, for which AdaScale's factor, the gain itself, is right. Adagrad's sum grows more slowly per
 update by the gain, and there are fewer updates by the gain, so in the long run its factor is 1.)
 
@@ -227,6 +229,7 @@ class _Adaptive:
             progress_rest=jnp.zeros(()),
             gain=jnp.ones(num_factors),
             second_moment=jnp.ones(num_factors),
+            new_squares=jnp.zeros(2),
             moment_weight=jnp.zeros(len(self.rule.rules)),
             base_batches=jnp.zeros(()),
             base_batches_rest=jnp.zeros(()),
@@ -358,19 +361,24 @@ class _Adaptive:
                 **options,
             )
 
-        noise = self._in_units_of_loss(noise, updates)
+        noise = self._in_units_of_loss(self._with_averages_only(noise, updates), updates)
         names, group_of_leaf = noises.leaf_groups(self.seen(updates))
         labels_seen = self.seen(noises.label_indices(self.labels, updates))
         by_label = noise.pooled(jax.tree.leaves(labels_seen), own.noise.current.sqr.size - 1)
         by_group = noise.pooled(group_of_leaf, len(names))
         of_labels = updated(own.noise, by_label)
         of_groups = updated(own.groups, by_group, outlier=noises.GROUP_OUTLIER)
+        new_squares = own.new_squares
+        if by_group.moment is not None:
+            found = _relative_squares(by_group, self.base_batch_size)
+            new_squares = jnp.where(found[1] > 0, found, new_squares)
         return dataclasses.replace(
             own,
             noise=of_labels,
             groups=of_groups,
             unmeasured=unmeasured,
             findings=self._findings(of_labels, of_groups),
+            new_squares=new_squares,
         )
 
     def _findings(self, noise: NoiseState, groups: NoiseState) -> Findings:
@@ -381,6 +389,18 @@ class _Adaptive:
             by_label = noises.cautious_grad_params(noise, per_group=True, **cautious)
         trusted = noises.cautious_groups(groups, **cautious)
         return Findings(readout=NoiseReadout.of(noise, groups), trusted=trusted, by_label=by_label)
+
+    def _with_averages_only(self, noise: NoiseSample, updates: PyTree) -> NoiseSample:
+        """Return the sample with the second moments that are averages, as Adam's, and 0 for other leaves."""
+        if noise.moment is None:
+            return noise
+        leaves, structure = jax.tree.flatten(updates)
+        decays = [self.rule.second_moment_decays[i] for i in self.rule.of_leaves(len(leaves))]
+        # Rows of tables, which come last, are divided by optimizers of their own.
+        num_own = len(self.rule.rule_of_leaf) or len(leaves)
+        averaged = [i < num_own and x not in (None, 1) for i, x in enumerate(decays)]
+        kept = jax.tree.leaves(self.seen(jax.tree.unflatten(structure, averaged)))
+        return dataclasses.replace(noise, moment=jnp.where(jnp.array(kept), noise.moment, 0))
 
     def _in_units_of_loss(self, noise: NoiseSample, updates: PyTree) -> NoiseSample:
         """Return the sample with norms times step sizes; unchanged if all norms have the same units.
@@ -410,7 +430,10 @@ class _Adaptive:
         size = jnp.where(seen(self.rule.by_size, False) > 0, size, 1)
         weight = jnp.where(size > 0, seen(steps, 1.0) / jnp.where(size > 0, size, 1), 0)
         return dataclasses.replace(
-            noise, small_sqr=weight * noise.small_sqr, large_sqr=weight * noise.large_sqr
+            noise,
+            small_sqr=weight * noise.small_sqr,
+            large_sqr=weight * noise.large_sqr,
+            moment=None if noise.moment is None else weight * noise.moment,
         )
 
     def _clocks_in(self, updates: PyTree, params: PyTree | None, extra: dict[str, Any]) -> Clocks:
@@ -474,11 +497,19 @@ class _Adaptive:
         factors = jnp.minimum(wanted, jnp.maximum(own.gain, 1) * self.max_gain_growth)
         held_back = jnp.mean(jnp.where(wanted > 0, factors / jnp.where(wanted > 0, wanted, 1), 1))
         progressed = worth * held_back
-        second_moment, moment_weight = self._moments_after(own, parts, gains, worth, held_back)
+        second_moment, moment_weight = self._moments_after(
+            own, parts, gains, rated, worth, held_back
+        )
         return factors, progressed, second_moment, moment_weight
 
     def _moments_after(
-        self, own: Adaptation, parts: list["_Part"], gains: Any, worth: Array, held_back: Array
+        self,
+        own: Adaptation,
+        parts: list["_Part"],
+        gains: Any,
+        scale: Array,
+        worth: Array,
+        held_back: Array,
     ) -> tuple[Array, Array]:
         """Return `Adaptation.second_moment` and `moment_weight` after an update."""
         if gains is None:  # no second moment follows the batch
@@ -494,7 +525,15 @@ class _Adaptive:
                 kept = decay ** (worth * held_back if self.long_averages else 1.0)
                 new = 1 - kept
                 weight = kept * weight + new
-                moment += new / weight * (1 / own_gains - moment)
+                share = new / weight
+                # What is added, and what a base batch would have added, relative to the moment that base
+                # batches would have made. Unless measured, they would have added as much as is there.
+                signal, noise = own.new_squares
+                now, then = 1 / own_gains, 1.0
+                is_measured = noise > 0
+                now = jnp.where(is_measured, jnp.maximum(signal + noise / scale, 0) * moment, now)
+                then = jnp.where(is_measured, jnp.maximum(signal + noise, 0) * moment, then)
+                moment += share * (now - moment * then) / (1 - share + share * then)
             moments.append(moment)
             weights.append(weight)
         return jnp.concatenate(moments), jnp.stack(weights)
@@ -529,6 +568,22 @@ class _Part:
         if self.labels == tuple(range(len(by_label))):
             return by_label
         return by_label[jnp.array(self.labels, jnp.int32)]
+
+
+def _relative_squares(sample: NoiseSample, base_batch_size: int) -> Array:
+    """Return signal and noise at the base batch, relative to the second moment, of the leaves that have one.
+
+    An array `[2]`; zeros if the sample is invalid.
+    """
+    moment = jnp.asarray(sample.moment)
+    small, large, moment = (
+        jnp.sum(jnp.where(moment > 0, x, 0)) for x in (sample.small_sqr, sample.large_sqr, moment)
+    )
+    spare = jnp.maximum(sample.num_groups - 1, 1)
+    scale = sample.num_samples / base_batch_size
+    found = jnp.stack([sample.num_groups * large - small, (small - large) * scale]) / spare
+    valid = (sample.num_groups >= 2) & (moment > 0) & jnp.all(jnp.isfinite(found))
+    return jnp.where(valid, found / jnp.where(moment > 0, moment, 1), 0)
 
 
 def _as_one(grad: GradGroups, scale: Array) -> GradParams:

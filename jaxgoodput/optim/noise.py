@@ -70,6 +70,9 @@ class NoiseSample:
     """n, the number of gradient groups with weight above zero; a scalar."""
     num_samples: Leaf
     """M, the number of real samples in the whole batch; a scalar."""
+    moment: Leaf = None
+    """The second moment v in the same norm, sum of v P, `[leaves]`, or pooled; None if it was not measured.
+    Any value if a leaf has no second moment."""
 
     def pooled(self, groups: Sequence[int], num_groups: int) -> "NoiseSample":
         """Return the sample with the norms of each group added up; `groups` is the group of every entry."""
@@ -84,7 +87,10 @@ class NoiseSample:
             return jnp.zeros(num_groups, norms.dtype).at[index].add(norms)
 
         return dataclasses.replace(
-            self, small_sqr=pool(self.small_sqr), large_sqr=pool(self.large_sqr)
+            self,
+            small_sqr=pool(self.small_sqr),
+            large_sqr=pool(self.large_sqr),
+            moment=None if self.moment is None else pool(self.moment),
         )
 
 
@@ -410,6 +416,12 @@ def leaf_groups(tree: PyTree) -> tuple[tuple[str, ...], tuple[int, ...]]:
 def squared_norms(tree: PyTree, preconditioner: PyTree | None = None) -> Float[Array, " leaves"]:
     """Return the squared 2-norm of every leaf; of P^(1/2) g if a `preconditioner` P is given."""
     return _inner_products([(tree, tree)], preconditioner, one_pass=True)[0]
+
+
+def moment_norms(preconditioner: PyTree) -> Float[Array, " leaves"]:
+    """Return v' P of every leaf for a second moment v whose root divides gradients, so that v P = 1 / P."""
+    leaves = jax.tree.leaves(preconditioner)
+    return jnp.stack([jnp.sum(jnp.where(x > 0, 1 / jnp.where(x > 0, x, 1), 0)) for x in leaves])
 
 
 def products_of_two(

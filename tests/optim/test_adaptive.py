@@ -11,6 +11,8 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxgoodput.goodput.efficiency import GradGroups, efficiency
 from jaxgoodput.optim import adaptation, noise
@@ -421,6 +423,48 @@ def test_a_second_moment_that_lags_behind_is_made_up_for(at):
     # Back at the base its moment is that of larger batches, and too small.
     _, state = run(tx, 1, BASE, state)
     np.testing.assert_allclose(adaptation.gain(state), [lag**0.5], rtol=0.02)
+
+
+@functools.cache
+def adam_that_measures() -> Any:
+    b2 = 0.99
+    tx = wrap(optax.adam(1.0, b2=b2), rules.adam_scale, second_moment_decay=b2, max_gain_growth=1e9)
+    return tx, jitted(tx), b2
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    decays=st.floats(0.97, 1.0),
+    noise_to_signal=st.floats(0.5, 20.0),
+    scale=st.sampled_from([1, 4, 16]),
+    switch=st.integers(10, 60),
+)
+def test_a_second_moment_of_gradients_that_shrink_keeps_the_early_ones(
+    decays, noise_to_signal, scale, switch
+):
+    """Early gradients are larger, so a larger batch removes less of the moment than of new squares.
+
+    The tracked ratio is that of the moment to the one that base batches would have made.
+    """
+    tx, step, b2 = adam_that_measures()
+    state = tx.init(PARAMS)
+    moment, at_base, weight = 1.0 + noise_to_signal, 1.0 + noise_to_signal, 0.0
+    for i in range(150):
+        size = scale if i >= switch else 1
+        signal = decays**i
+        var = noise_to_signal * signal
+        # Of two elements of equal moment, one in each leaf.
+        root = np.float32(moment**0.5)
+        said = sample(signal / root, var / root, num_samples=size * BASE)
+        said = dataclasses.replace(said, moment=jnp.full(2, root / 2))
+        _, state = step(gradients(i), state, size * BASE, said)
+        weight = b2 * weight + 1 - b2
+        share = (1 - b2) / weight
+        moment += share * (signal + var / size - moment)
+        at_base += share * (signal + var - at_base)
+    found = float(find(state).second_moment[0])
+    np.testing.assert_allclose(found, moment / at_base, rtol=0.02)
+    assert scale > 1 or found == 1.0
 
 
 def test_a_sum_of_squares_lags_behind_as_well():
