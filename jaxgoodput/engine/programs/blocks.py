@@ -71,9 +71,9 @@ class BlockPrograms:
         """Build up to `num_steps` steps of one micro-batch each, without noise samples, for one dispatch.
 
         It goes from (state, key, batch, mask) to (state, packed metrics `[num_steps, numbers]`). The batch
-        has the rows of all steps, one after the other. If it `can_split`, it takes the number of the first step
-        to run and their number, too, and the metrics are followed by zeros. A loop: it is compiled in the
-        time of one step, each step as it is alone, and takes less time than as many copies of the step.
+        has the rows of all steps, one after the other. If it `can_split`, it takes the number of the first
+        step to run and their number, too, and the metrics are followed by zeros. A loop: it is compiled in
+        the time of one step, each step as it is alone, and takes less time than as many copies of the step.
         """
         splits, num_steps = self.can_split, self.num_steps
 
