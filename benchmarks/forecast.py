@@ -62,7 +62,7 @@ def visiting(
     calibrate = Evidence.calibrate
 
     def recorded(self: Evidence, grad: Grad, base: int) -> None:
-        is_known = self.is_change_known
+        is_known = self._before is not None and self._settled is not None
         calibrate(self, grad, base)
         if is_known and not found:
             both = self.calibration.corrected(grad)
@@ -77,6 +77,10 @@ def visiting(
     ):
         by_hand.train_by_fit(
             workload, policy, seed, target=-np.inf, cache=f"{parent}/cache", parent=parent
+        )
+    if not found:
+        raise app.UsageError(
+            f"{name} is over before the loss at the visited batch is known: --length."
         )
     return found[0]
 
@@ -129,6 +133,9 @@ def main(_: Any) -> None:
             visited, following = (
                 alone(samples_at, name, seed, factor, target, length) for factor in factors
             )
+            if not np.isfinite([visited, following]).all():
+                print(f"| {name}, {seed} | a separate run missed the target | | | | |", flush=True)
+                continue
             measured = visited / following
             errors.append((abs(forecast.plain - measured), abs(forecast.corrected - measured)))
             print(
@@ -136,6 +143,8 @@ def main(_: Any) -> None:
                 f"| {forecast.corrected:.2f} | {measured:.2f} |",
                 flush=True,
             )
+    if not errors:
+        return
     plain, corrected = (statistics.mean(column) for column in zip(*errors, strict=True))
     print(f"| mean error of {len(errors)} | | | {plain:.2f} | {corrected:.2f} | |")
 

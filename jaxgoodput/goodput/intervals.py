@@ -71,8 +71,10 @@ def noise_interval(
     as a share of the sum. `fluctuation` is the standard deviation of the logarithm of the present signal
     about its average; pass 0 for the noise scale of the average.
 
-    Without any noise the noise scale is 0, and known.
+    Without any noise the noise scale is 0, and known. It is unknown if a number is not finite.
     """
+    if not all(np.isfinite(x).all() for x in (sqr, var, sqr_error, var_error)):
+        return UNKNOWN_INTERVAL
     total = float(var.sum())
     if not total > 0:
         return NoiseInterval(lower=0.0, middle=0.0, upper=0.0)

@@ -187,7 +187,7 @@ class Window(Event):
     tokens_per_s: float = math.nan
     """NaN if `Reporting.tokens_per_sample` is None."""
     noise_interval: NoiseInterval = UNKNOWN_INTERVAL
-    """80 % interval of the noise scale, samples; NaN if unknown. Decisions use `noise_scale`, which is
+    """80 % interval of the noise scale, samples; NaN if unknown. Decisions rest on `noise_scale`, which is
     cautious and may lie outside."""
     feeding_s: float = math.nan
     """Time to bring a batch's table rows to the device, hidden behind other steps; NaN without tables."""
@@ -208,7 +208,7 @@ class TuneEnd(Event):
     timings: StepTimings | None = field(default=None, metadata=NOT_JOURNALED)
     """Step times behind the fit. Checkpoints keep them; they would be most of a journal."""
     grad: Grad
-    """Signal and noise of the gradient behind the verdict."""
+    """Signal and noise that the gradients showed; the verdict took the noise `noise_factor` times as large."""
     num_nodes: int
     num_replicas: int
     limits: BatchLimits
@@ -219,6 +219,8 @@ class TuneEnd(Event):
     """Whether the verdict changes the batch or the strategy."""
     feeding: Feeding | None = None
     """Time to prepare a batch while other steps run; None if there are no tables."""
+    noise_factor: float = 1.0
+    """What the loss has corrected the measured noise by, for this verdict."""
     race: tuple[Contender, ...] = ()
     """What is known of each batch that the run may use, smallest first."""
 

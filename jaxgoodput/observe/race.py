@@ -57,7 +57,7 @@ class Contender:
     basis: Basis = "unknown"
     """How `step_s` is known."""
     goodput: float = math.nan
-    """Useful samples/s: the batch over `step_s`, times its efficiency by the measured noise; or NaN."""
+    """Useful samples/s: the batch over `step_s`, times its forecast efficiency; or NaN."""
 
     @property
     def is_timed(self) -> bool:

@@ -132,8 +132,8 @@ def denial(situation: Situation) -> Verdict | None:
         return None
     reason = (
         f"return: the loss falls too slowly with {here.config.global_batch_size} samples, by a measured "
-        f"{with_error(stretch.gained, stretch.error)} per e-fold of samples; with "
-        f"{before.config.global_batch_size} it fell by {with_error(before.gained, before.error)}, and the "
+        f"{with_error(stretch.gained, 2 * stretch.error)} per e-fold of samples (two standard errors); with "
+        f"{before.config.global_batch_size} it fell by {with_error(before.gained, 2 * before.error)}, and the "
         f"throughput is only {estimate(new / old)} times as high"
     )
     now = here.goodput(situation.incumbent, situation.grad)
@@ -277,7 +277,7 @@ def _corrected(factor: float) -> str:
     """Say by how much the loss has corrected the measured noise, if it has."""
     if abs(factor - 1) < 0.1:
         return ""
-    return f" and taken {factor:.1f} times as large, by how the loss fell at other batches"
+    return f" and taken {estimate(factor)} times as large, by how the loss fell at other batches"
 
 
 def _measured(situation: Situation) -> str:
@@ -400,7 +400,7 @@ def hoped_gain(situation: Situation, there: np.ndarray) -> np.ndarray:
     """
     limits, now = situation.here.limits, situation.current.global_batch_size
     hope = there / now / assumed_growth(situation, there)
-    hope = hope * _optimistic_worth(situation.grad, limits, now, there)
+    hope = hope * _optimistic_worth(situation, now, there)
     return np.where((there >= limits.smallest) & (there <= limits.max), hope, 0.0)
 
 
@@ -424,18 +424,19 @@ def modelled_gain(situation: Situation, sizes: Sequence[int], batches: np.ndarra
     counts = np.broadcast_to(np.arange(1, batches.shape[1] + 1), batches.shape)
     there = model.throughput(here.placement, np.asarray(sizes)[:, None], counts)
     now = model.throughput(here.placement, current.micro_batch_size, current.num_micro_batches)
-    worth = _optimistic_worth(situation.grad, limits, current.global_batch_size, batches)
+    worth = _optimistic_worth(situation, current.global_batch_size, batches)
     hope = np.asarray(there) / float(now) * worth
     return np.where((batches >= limits.smallest) & (batches <= limits.max), hope, 0.0)
 
 
-def _optimistic_worth(grad: Grad, limits: BatchLimits, now: int, there: np.ndarray) -> np.ndarray:
+def _optimistic_worth(situation: Situation, now: int, there: np.ndarray) -> np.ndarray:
     """Return the efficiency of each batch `there` relative to `now`, in the eyes of an optimist (`OPTIMISM`).
 
-    Unknown noise counts as large.
+    Unknown noise counts as large. What the loss has corrected it by is a part of what an optimist hopes for.
     """
-    hoped = dataclasses.replace(grad, var=OPTIMISM * grad.var)
-    ratio = efficiency(hoped, there / limits.base) / efficiency(hoped, now / limits.base)
+    grad, base = situation.measured_grad, situation.here.limits.base
+    hoped = dataclasses.replace(grad, var=max(OPTIMISM, situation.noise_factor) * grad.var)
+    ratio = efficiency(hoped, there / base) / efficiency(hoped, now / base)
     return np.asarray(np.nan_to_num(ratio, nan=1.0))
 
 

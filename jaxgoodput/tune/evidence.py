@@ -109,7 +109,8 @@ class Evidence:
         self._changed = -math.inf  # logarithm of the samples at the last change
         self._earlier: dict[int, Stretch] = {}  # known slopes of batches no longer in use
         self.bar: Bar | None = None
-        self.calibration = Calibration()
+        self._calibration = Calibration()
+        self._calibrated = 0.0  # logarithm of the samples when that was learnt
 
     def add(self, config: BatchConfig, samples: int, loss: float, num_samples: int) -> None:
         """Add one applied update: `samples` since training began, `num_samples` of them in this update."""
@@ -154,9 +155,11 @@ class Evidence:
         return self._last(math.inf)
 
     @property
-    def is_change_known(self) -> bool:
-        """Whether the last change of the batch is to be learnt from (`calibrate`)."""
-        return self._before is not None and self._settled is not None
+    def calibration(self) -> Calibration:
+        """What the loss says about the forecast, less what has faded since."""
+        if not self._calibration.num_changes or not self._points:
+            return self._calibration
+        return self._calibration.faded(math.exp(min(self._calibrated - self._points[-1][0], 0.0)))
 
     def calibrate(self, grad: Grad, base: int) -> None:
         """Correct the forecast by the last change of the batch, once the stretch after it is complete.
@@ -165,13 +168,14 @@ class Evidence:
         """
         before, now, self._settled = self._before, self._settled, None
         if before is not None and now is not None:
-            self.calibration = self.calibration.after(
+            self._calibration = self.calibration.after(
                 batches=(before.config.global_batch_size, now.config.global_batch_size),
                 gained=(before.gained, now.gained),
                 errors=(before.error, now.error),
                 grad=grad,
                 base=base,
             )
+            self._calibrated = self._points[-1][0]
 
     def now(self) -> Stretch | None:
         """Return the stretch since the last change, within the newer half of the run; None before updates."""

@@ -127,10 +127,10 @@ def effect(gain: float, *, is_measured: bool = False, down: bool = False) -> str
 
     If it `is_measured`, the words follow the name of what has this effect.
 
-    >>> effect(1.4), effect(0.9), effect(1.001, is_measured=True)
-    ('gain 40% goodput', 'lose 10% goodput', 'gains less than 1% goodput')
+    >>> effect(1.4), effect(0.9), effect(1.001, is_measured=True), effect(0.997)
+    ('gain 40% goodput', 'lose 10% goodput', 'gains less than 1% goodput', 'lose less than 1% goodput')
     """
-    word, share = ("lose", 1 - gain) if gain < 0.995 else ("gain", max(gain - 1, 0.0))
+    word, share = ("lose", 1 - gain) if gain < 1 else ("gain", gain - 1)
     shown = percent(share, down=down)
     shown = "less than 1%" if shown == "0%" else shown
     return f"{word}{'s' * is_measured} {shown} goodput"

@@ -9,6 +9,7 @@ from jaxgoodput.clock import FakeClock
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.engine.chips import Arithmetic
 from jaxgoodput.engine.state import StepMetrics
+from jaxgoodput.goodput.efficiency import GradParams, efficiency
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe.hooks import Hook
 from jaxgoodput.optim.adaptation import NoiseReadout
@@ -100,6 +101,11 @@ class Course:
         self.clock, self.requests, self.heard = FakeClock(), Requests(), Listener()
         self.ready, self.errors, self.step, self.num_taken = ready, [], 0, 0
         self.every = 1  # steps between two that measure the noise, as the loop was asked
+        self.samples, self.var = (
+            0,
+            1.0,
+        )  # so far; noise that the gradients show, at a signal of 1e-6
+        self.loss = lambda size: 1.0  # after a step of this size
         self.factors = {True: 1.0, False: 1.0}  # of the time of measured and of plain steps
         self.config = BatchConfig(micro_batch_size=start, num_micro_batches=1, num_replicas=1)
         usual = {"tuning__dwell_steps": 10, "tuning__every_steps": 4, "tuning__warm_up_steps": 4}
@@ -151,6 +157,7 @@ class Course:
 
     def _result(self, size, seconds, compiling, measured):
         here = Cursor(seed=0)
+        self.samples += size
         ticket = Ticket(
             step=self.step,
             config=self.config,
@@ -159,7 +166,7 @@ class Course:
             timed=True,
             busy=compiling,
             num_samples=size,
-            samples=size * self.step,
+            samples=self.samples,
             num_batches_taken=self.num_taken,
             before=here,
             after=here,
@@ -167,16 +174,16 @@ class Course:
         )
         noise = NoiseReadout(
             sqr=1e-6,
-            var=1.0,
+            var=self.var,
             known=True,
             group_sqr=np.array([1e-6]),
-            group_var=np.array([1.0]),
+            group_var=np.array([self.var]),
             seen_groups=1.0,
             num_samples=100.0,
             newest_samples=100.0,
         )
         metrics = StepMetrics(
-            loss=1.0,
+            loss=self.loss(size),
             weight=1.0,
             grad_norm=1.0,
             is_finite=True,
@@ -239,6 +246,32 @@ def test_verdicts_and_windows_tell_how_the_race_stands_and_what_it_costs(course)
     earned_s = [account.earned_s for account in accounts]
     assert earned_s == sorted(earned_s) and earned_s[-1] > 0
     assert {account.spent_s for account in accounts} == {0.0}, "nothing had to be compiled"
+
+
+@pytest.mark.parametrize("factor", [0.25, 1.0, 4.0])
+def test_what_the_loss_says_of_a_larger_batch_reaches_the_next_verdicts(course, factor):
+    """In both directions. What the gradients show is told as it is."""
+    run = course(start=512, ready=(512,), tuning__max_growth=4.0)
+    run.var = 8e-6
+    real, used = GradParams(sqr=1e-6, var=factor * run.var), [512 * 1000.0]
+
+    def loss(size):
+        used[0] += size * float(efficiency(real, size / 512))
+        return (used[0] / 1e6) ** -0.1
+
+    run.loss = loss
+    run.samples = 512 * 1000
+    run.go(600)
+    run.ready = (512, 2048)
+    run.go(450)
+    assert run.config.micro_batch_size == 2048
+    last = run.heard.verdicts[-1]
+    assert last.grad.var == pytest.approx(run.var)
+    if factor == 1:
+        assert 0.75 < last.noise_factor < 1.3
+    else:
+        assert (last.noise_factor > 1.3) if factor > 1 else (last.noise_factor < 0.75)
+        assert "times as large, by how the loss fell" in last.verdict.reason
 
 
 def test_a_drift_of_step_times_calls_for_a_verdict(course):

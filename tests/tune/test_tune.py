@@ -125,6 +125,14 @@ def test_the_reason_states_the_interval_of_the_noise_scale_which_decides_nothing
     assert "80 %" not in without.reason
 
 
+def test_the_reason_tells_the_measured_noise_scale_and_the_correction():
+    grad = GradGroups(sqr=np.array([1.0]), var=np.array([8.0]))
+    plain = decide(grad).reason
+    corrected = decide(dataclasses.replace(grad, var=4 * grad.var), noise_factor=4.0).reason
+    (told,) = re.findall(r"noise scale \d+ samples", plain)
+    assert f"{told} and taken 4 times as large, by how the loss fell" in corrected
+
+
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
@@ -522,7 +530,7 @@ def test_what_the_loss_denies_is_left_whatever_the_model_hopes():
     assert verdict.config == at(128) and verdict.denied
     assert (
         "the loss falls too slowly with 512 samples" in verdict.reason
-        and "0.50 +- 0.01" in verdict.reason
+        and "0.50 +- 0.02" in verdict.reason
     )
     waits = dataclasses.replace(BOLD, dwell_steps=20)
     assert not decide(**kind, stretch=said(at(512), 0.1), caution=waits, since=5).denied

@@ -263,7 +263,7 @@ def race(tune: TuneEnd) -> Figure | None:
     eventful = {
         batch
         for batch, one in zip(batches, tune.race, strict=True)
-        if one.standing != "not compiled" or batch == chosen
+        if one.standing in ("in use", "on trial", "before the trial") or batch == chosen
     }
     kept = _thinned(batches, eventful)
     shown = [one for one in tune.race if one.config.global_batch_size in kept]
@@ -370,9 +370,9 @@ def _logarithmic(axes: Axes, *, y: bool = True, legend: bool = True) -> None:
 
 
 def _thinned(values: Sequence[int], keep: set[int]) -> list[int]:
-    """Return at most `_MAX_COLUMNS` values, evenly spread, including the ends and `keep`."""
+    """Return about `_MAX_COLUMNS` values, evenly spread, including the ends and `keep`."""
     values = sorted({*values} | {value for value in keep if value >= 1})
     if len(values) <= _MAX_COLUMNS:
         return values
-    spread = np.linspace(0, len(values) - 1, _MAX_COLUMNS - len(keep)).round().astype(int)
+    spread = np.linspace(0, len(values) - 1, max(_MAX_COLUMNS - len(keep), 2)).round().astype(int)
     return sorted({values[i] for i in spread} | (keep & set(values)))

@@ -105,8 +105,10 @@ class Blocks:
         """Whether steps of a batch take so long that none needs to share a dispatch."""
         known, at, step = self._long.batch, self._long.step, self.start.now.step
         if known != batch or step - at >= LOOK_EVERY:  # a median takes as long as some steps
-            is_long = self.analyst.step_s(batch) >= SHORT_S
-            self._long = _Length(batch=batch, step=step, is_long=is_long)
+            step_s = self.analyst.step_s(batch)
+            if math.isnan(step_s):  # known after the next step, perhaps
+                return False
+            self._long = _Length(batch=batch, step=step, is_long=step_s >= SHORT_S)
         return self._long.is_long
 
     def _is_ready(self) -> bool:
