@@ -208,7 +208,7 @@ class TuneEnd(Event):
     timings: StepTimings | None = field(default=None, metadata=NOT_JOURNALED)
     """Step times behind the fit. Checkpoints keep them; they would be most of a journal."""
     grad: Grad
-    """Signal and noise that the gradients showed; the verdict took the noise `noise_factor` times as large."""
+    """Signal and noise that gradients showed; the verdict took the noise `noise_factor` times as large."""
     num_nodes: int
     num_replicas: int
     limits: BatchLimits

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxgoodput.goodput.efficiency import Grad, efficiency, is_known, noise_scale
+from jaxgoodput.goodput.efficiency import efficiency, is_known, noise_scale
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits, best_batch
 from jaxgoodput.text import count, estimate, percent, roughly, with_error
 from jaxgoodput.tune.evidence import is_denied
@@ -133,8 +133,8 @@ def denial(situation: Situation) -> Verdict | None:
     reason = (
         f"return: the loss falls too slowly with {here.config.global_batch_size} samples, by a measured "
         f"{with_error(stretch.gained, 2 * stretch.error)} per e-fold of samples (two standard errors); with "
-        f"{before.config.global_batch_size} it fell by {with_error(before.gained, 2 * before.error)}, and the "
-        f"throughput is only {estimate(new / old)} times as high"
+        f"{before.config.global_batch_size} it fell by {with_error(before.gained, 2 * before.error)}, and "
+        f"the throughput is only {estimate(new / old)} times as high"
     )
     now = here.goodput(situation.incumbent, situation.grad)
     verdict = situation.change(before.config, reason, now)
