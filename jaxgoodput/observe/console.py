@@ -161,7 +161,11 @@ def progress_line(event: Window, total_base_steps: float | None) -> str:
     if math.isfinite(event.noise_scale):  # infinite while no signal exceeds its own error
         least = ">= " if event.noise_is_lower_bound else ""
         stated = event.noise_interval
-        around = f" (80 %: {compact(stated.lower)} to {compact(stated.upper)})" if stated.is_known else ""
+        around = (
+            f" (80 %: {compact(stated.lower)} to {compact(stated.upper)})"
+            if stated.is_known
+            else ""
+        )
         facts.append(f"noise scale {least}{compact(event.noise_scale)}{around}")
     return " | ".join([*facts, _eta(event.eta_s)])
 
