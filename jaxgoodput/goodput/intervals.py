@@ -39,7 +39,7 @@ Groups = Float[np.ndarray, " groups"]
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseInterval:
-    """A noise scale in samples: below `lower` with a chance of 10 %, and above `upper` with 10 %."""
+    """A noise scale in samples, meant to lie between `lower` and `upper` in eight of ten states."""
 
     lower: float
     middle: float
