@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxgoodput.goodput.calibration import Calibration
 from jaxgoodput.goodput.efficiency import Grad
 from jaxgoodput.goodput.search import BatchConfig
-from jaxgoodput.tune.calibration import Calibration
 
 SETTLE_STEPS = (
     10  # ignored after a change: momentum and learning-rate gain still follow the batch before

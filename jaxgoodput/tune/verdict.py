@@ -131,7 +131,7 @@ class Situation:
     noise_is_lower_bound: bool = False
     """Whether the signal is below its own standard error, so that the noise scale may be any larger."""
     noise_factor: float = 1.0
-    """What the loss has corrected the measured noise by (`calibration.py`)."""
+    """What the loss has corrected the measured noise by (`goodput/calibration.py`)."""
     measured: MeasuredGroups[float] | None = None
     """What the noise was estimated from, for the interval that the reason states."""
     adapt: bool = True

@@ -7,9 +7,9 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
+from jaxgoodput.goodput.calibration import Calibration
 from jaxgoodput.goodput.efficiency import GradGroups, GradParams, efficiency
 from jaxgoodput.goodput.search import BatchConfig
-from jaxgoodput.tune.calibration import Calibration
 from jaxgoodput.tune.evidence import Evidence
 
 BASE = 64
