@@ -47,7 +47,7 @@ class Calibration:
 
     def corrected(self, grad: Grad) -> Grad:
         """Return the moments for decisions, with corrected noise."""
-        return grad if self.factor == 1 else _times(grad, self.factor)
+        return dataclasses.replace(grad, var=self.factor * grad.var)
 
     def faded(self, weight: float) -> "Calibration":
         """Return what is left of it if it counts for a share `weight` of what it did."""
@@ -70,10 +70,9 @@ class Calibration:
         """
         if not np.isfinite([*gained, *errors]).all() or not gained[0] > 2 * errors[0]:
             return self
-        old, new = (
-            np.array([float(efficiency(_times(grad, x), b / base)) for x in np.exp(LOGS)])
-            for b in batches
-        )
+        factors = np.exp(LOGS).reshape(-1, *[1] * np.ndim(grad.var))
+        each = dataclasses.replace(grad, var=factors * grad.var)
+        old, new = (np.asarray(efficiency(each, batch / base)) for batch in batches)
         ratio = new / old
         if not np.isfinite(ratio).all():
             return self
@@ -81,7 +80,3 @@ class Calibration:
         off = (gained[1] - ratio * gained[0]) / error
         seen = -(FREEDOM + 1) / 2 * np.log1p(off**2 / FREEDOM)
         return Calibration(likelihood=self.likelihood + seen, num_changes=self.num_changes + 1)
-
-
-def _times(grad: Grad, factor: float) -> Grad:
-    return dataclasses.replace(grad, var=factor * grad.var)

@@ -44,6 +44,7 @@ def learn(grad, real, changes, error):
     return found
 
 
+@settings(max_examples=40)
 @given(grad=GRADS, factor=st.floats(0.25, 4), changes=CHANGES)
 def test_a_forecast_is_corrected_in_both_directions(grad, factor, changes):
     """It comes nearer to what separate runs would show, up to what a prior near 1 leaves."""
@@ -55,6 +56,7 @@ def test_a_forecast_is_corrected_in_both_directions(grad, factor, changes):
         assert off(found.corrected(grad), real, batches) <= 0.2
 
 
+@settings(max_examples=40)
 @given(grad=GRADS, factor=st.floats(0.25, 4), changes=CHANGES)
 def test_slopes_that_say_nothing_correct_nothing(grad, factor, changes):
     real = dataclasses.replace(grad, var=factor * grad.var)
