@@ -100,6 +100,7 @@ class Flights(Everyday):
     """Whether a flight of 2013 from New York arrives more than 15 minutes late; an MLP with embeddings."""
 
     name = "flights"
+    jitter = 0.02  # standard deviation, in those of a column
     numbers = (
         "month",
         "sched_dep_time",
@@ -122,11 +123,21 @@ class Flights(Everyday):
         table = table.sample(frac=1, random_state=0)
         x = table[list(self.numbers)].to_numpy(np.float32)
         ids = [pandas.factorize(table[name], sort=True)[0] for name in self.names]
-        return {
+        columns = {
             "x": (x - x.mean(0)) / x.std(0),
             "ids": np.stack(ids, 1).astype(np.int32),
             "late": (table["arr_delay"] > 15).to_numpy(np.float32),
         }
+        return self._with_copies(columns)
+
+    def _with_copies(self, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return more flights, for `Scale.data`: training flights whose numbers are a little different."""
+        rng, size = np.random.default_rng(0), len(columns["late"])
+        more = max(self.many(size) - size, 0)
+        chosen = rng.integers(size - self.num_held_out, size=more)
+        copies = {name: column[chosen] for name, column in columns.items()}
+        copies["x"] += self.jitter * rng.standard_normal(copies["x"].shape).astype(np.float32)
+        return {name: np.concatenate([copies[name], column]) for name, column in columns.items()}
 
     def init(self, key):
         first, *rest = jax.random.split(key, 1 + len(self.names))

@@ -73,12 +73,13 @@ def one_vector(arrays: Sequence[Any], dtype: Any) -> Array:
 
 def _with_values(vector: Any, values: Iterable[tuple[int, Any]]) -> Array:
     """Return the vector with the elements of each array from its place on."""
-    index = jnp.arange(vector.size)
+    index = np.arange(vector.size)
     for at, array in values:
         new = jnp.ravel(array).astype(vector.dtype)
         end = at + new.size
         if new.size != 1:
             new = jnp.pad(new, (at, vector.size - end))
+        # The mask is a constant: computed, it would be an operation of its own for each array in a loop.
         vector = jnp.where((index >= at) & (index < end), new, vector)
     return vector
 

@@ -32,6 +32,7 @@ from jaxtyping import Array, Float, Num, PyTree
 
 from jaxgoodput._pytree import struct, wide_dtype
 from jaxgoodput.goodput.efficiency import GradGroups, GradParams
+from jaxgoodput.goodput.intervals import GROUP_SPREAD, LEVELS
 from jaxgoodput.optim.preconditioner import is_settled as is_settled
 from jaxgoodput.optim.preconditioner import preconditioner as preconditioner
 
@@ -44,8 +45,8 @@ _OUTLIER = 30.0  # standard deviations beyond which a sample is clipped as a spi
 GROUP_OUTLIER = (
     6.0  # the same for groups: a spike in one group would change the shares of all others
 )
-# A group is hardly expected to have less than a tenth of the pooled noise scale.
-PLAUSIBLE = 10.0
+# Points over which what is expected of a signal is summed.
+NUM_LEVELS, NUM_SIGNALS = 12, 16
 MAX_GROUPS = 64  # groups of parameters, each with its own efficiency
 
 Labels = PyTree[str] | Callable[[PyTree], PyTree[str]] | None
@@ -307,32 +308,49 @@ def cautious_groups(
     """Return the moments of every group for decisions; `known` as in `cautious_grad_params`.
 
     The signal of a group may matter long before it stands out from its error. Embedding tables, which are
-    nearly all noise, may hold most of what is left to learn; biases hold little. So the signal returned is an
-    expected value: the mean of a normal distribution with the measured signal and its standard error, cut off
-    below zero. Beforehand, a noise scale below a `PLAUSIBLE`-th of the pooled one is considered unlikely. If
-    a signal is well above its error, the result is the measured signal.
+    nearly all noise, may hold most of what is left to learn; biases hold little. So the signal returned is
+    what is expected of it (`_expected_signals`). If it is well above its error, that is the measured signal.
     """
     averages = _trusted(state, min_samples)
     count = _count(averages)
-    error = num_std_errors * averages.sqr_deviation / _root(count)
-    var = jnp.maximum(averages.var, 0)
-    share = var[:-1] / jnp.where(var[-1] > 0, var[-1], 1)
-    wide = PLAUSIBLE * _expected(averages.sqr[-1], error[-1]) * share
-    wide = jnp.where(var[-1] > 0, jnp.maximum(wide, 1e-30), jnp.inf)
-    weight = 1 / (1 + (error[:-1] / wide) ** 2)  # weight of the measured signal against the prior
-    signal = _expected(weight * averages.sqr[:-1], jnp.sqrt(weight) * error[:-1])
+    error = num_std_errors * averages.sqr_deviation[:-1] / _root(count)
+    measured, var = averages.sqr[:-1], jnp.maximum(averages.var[:-1], 0)
+    total = jnp.sum(var)
+    unit = jnp.where(total > 0, total, 1)
+    signal = unit * _expected_signals(measured / unit, error / unit, var / unit)
+    signal = jnp.where((error > 0) & (total > 0), signal, jnp.maximum(measured, 0))
     known = (count > 0) & (count >= min_samples)
-    return GradGroups(
-        sqr=jnp.where(known, signal, 0), var=jnp.where(known, var[:-1], 0), known=known
-    )
+    return GradGroups(sqr=jnp.where(known, signal, 0), var=jnp.where(known, var, 0), known=known)
 
 
-def _expected(estimate: Array, error: Array) -> Array:
-    """Return the mean of a normal distribution that is cut off below zero."""
-    uncertain = error > 0
-    z = jnp.maximum(jnp.where(uncertain, estimate / jnp.where(uncertain, error, 1), 0), -10.0)
-    hazard = jnp.exp(-0.5 * z**2 - jax.scipy.special.log_ndtr(z)) / math.sqrt(2 * math.pi)
-    return jnp.where(uncertain, error * (z + hazard), jnp.maximum(estimate, 0))
+def _expected_signals(measured: Array, error: Array, noise: Array) -> Array:
+    """Return the mean of each group's signal given all that was measured, `[groups]`.
+
+    `measured` has normal errors, of standard deviation `error`. Beforehand, the ratio of signal to `noise` has
+    a level that all groups share, of which only the range is known (`LEVELS`), and differs from it in each
+    group by a random factor (`GROUP_SPREAD`). So groups that were measured well say something about others.
+    """
+    noise = jnp.maximum(noise, 1e-6)  # a group without noise would have an infinite ratio
+    error = jnp.maximum(error, 1e-4 * jnp.maximum(jnp.abs(measured), noise * LEVELS[0]))
+    least = jnp.maximum(measured - 3.5 * error, noise * (LEVELS[0] / 30))
+    most = jnp.maximum(jnp.maximum(measured, 0) + 4 * error, 1.01 * least)
+    # Candidates for every group's signal, [groups, signals]: logarithmic below its error, linear above.
+    low, high = (x / error + jnp.log(-jnp.expm1(-x / error)) for x in (least, most))
+    parts = np.linspace(0, 1, NUM_SIGNALS, dtype=np.float32)[None, :]
+    bent = low[:, None] + (high - low)[:, None] * parts
+    ratios = jax.nn.softplus(bent)  # to the error
+    logs = jnp.log(ratios) + jnp.log(error)[:, None]
+    # The density of the candidates' logarithms, and the likelihood of what was measured.
+    agreement = jax.nn.log_sigmoid(bent) - jnp.log(ratios)
+    agreement -= 0.5 * jnp.square(ratios - (measured / error)[:, None])
+    levels = np.linspace(*np.log(LEVELS), NUM_LEVELS, dtype=np.float32)
+    apart = (logs - jnp.log(noise)[:, None])[None] - levels[:, None, None]
+    likely = agreement[None] - 0.5 * jnp.square(apart / GROUP_SPREAD)  # [levels, groups, signals]
+    best = jnp.max(likely, axis=-1, keepdims=True)
+    chance = jnp.exp(likely - best)
+    total = jnp.sum(chance, axis=-1)
+    of_level = jax.nn.softmax(jnp.sum(jnp.log(total) + best[..., 0], axis=-1))
+    return error * (of_level @ (jnp.sum(chance * ratios[None], axis=-1) / total))
 
 
 def measured_groups(

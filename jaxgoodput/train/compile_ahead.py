@@ -225,9 +225,9 @@ class StrategyCompiler:
         """Prepare `config`, if it is in use, to measure the noise: it is no longer on trial."""
         self.compiler(config.strategy).adopt(config.micro_batch_size)
 
-    def measures_any(self, strategy: str) -> bool:
-        """Whether steps of any size of a strategy can measure the noise by now."""
-        return self.compiler(strategy).measures_any
+    def measures_near(self, strategy: str) -> bool:
+        """Whether the noise can be measured at the size in use, or at one near by."""
+        return self.compiler(strategy).measures_near
 
     @property
     def compiles_one_by_one(self) -> bool:
@@ -512,7 +512,7 @@ class CompilationStarter:
         is_passing = (
             is_next
             and strategies.compiles_one_by_one
-            and strategies.measures_any(ticket.config.strategy)
+            and strategies.measures_near(ticket.config.strategy)
         )
         if not is_passing and self._is_adopted(ticket.config, table) and self._may_measure(ticket):
             strategies.adopt(ticket.config)  # again and again: it may come back from a trial
@@ -561,9 +561,7 @@ class CompilationStarter:
         )
         if found is not None and alone:
             self._strategy = strategy
-            if not strategies.measures_any(
-                strategy
-            ):  # whether the size is tried depends on the noise
+            if not strategies.measures_near(strategy):  # whether the size is tried depends on it
                 strategies.adopt(situation.current)
             strategies.compile_next(found.size)
         elif found is not None:

@@ -232,10 +232,20 @@ class SizeCompiler:
             return self._measurable.get(size, False)
 
     @property
-    def measures_any(self) -> bool:
-        """Whether steps of any size can measure the noise by now."""
+    def measures_near(self) -> bool:
+        """Whether the noise can be measured at the size in use, or within a factor `reach` of it."""
         with self._changed:
-            return any(self._measurable.values())
+            return self._measures_near()
+
+    def _measures_near(self) -> bool:
+        """Return whether a size near the one in use can measure the noise; the caller holds the lock.
+
+        What was measured at a batch many times smaller says little: the signal is seen worse there, and may
+        be taken for much larger than it is.
+        """
+        now = self._current or 0
+        sizes = [size for size, can in self._measurable.items() if can]
+        return any(now <= size * self._reach and size <= now * self._reach for size in sizes)
 
     @property
     def memory_limit(self) -> int:
@@ -365,7 +375,7 @@ class SizeCompiler:
         """Compile what is most urgent, one thing per call; False if nothing is waiting.
 
         Urgent programs come first, then the measuring program of the size in use, then the next size. If the
-        noise was measured at another size, and single sizes are asked for, the next size comes first.
+        noise was measured at a size near by, and single sizes are asked for, the next size comes first.
         """
         if urgent := self._urgent:
             self._compile_optional(
@@ -380,8 +390,8 @@ class SizeCompiler:
                 return False
             missing = self._to_measure()
             size = self._next_size()
-            # A larger batch may save more than knowing the present noise, if it is known at all.
-            is_next = size is not None and any(self._measurable.values())
+            # A larger batch may save more than knowing the present noise, if it is known roughly.
+            is_next = size is not None and self._measures_near()
         if missing is not None and not (is_next and math.isfinite(self._num_allowed)):
             self._prepare_measuring(missing)
         elif size is not None:

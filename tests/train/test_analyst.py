@@ -55,7 +55,7 @@ class OneStrategy(StrategyCompiler):
     def adopt(self, config):
         pass
 
-    def measures_any(self, strategy):
+    def measures_near(self, strategy):
         return True
 
     def accumulates(self, strategy):

@@ -79,7 +79,7 @@ def test_what_measures_is_not_compiled_before_a_trial_that_is_due(
     """It would disturb the trial, or be compiled in vain; but it is if no noise can be measured otherwise."""
     strategies: Any = mock.Mock(spec=StrategyCompiler, delay=0.3, least_delay=0.0)
     strategies.compiles_one_by_one = one_by_one
-    strategies.measures_any.return_value = is_known
+    strategies.measures_near.return_value = is_known
     strategies.compiler.return_value.is_done.return_value = False
     starter = CompilationStarter(strategies, 1.0, 0.0, explores=True)
     explorer, table = starter._explorer, mock.Mock(spec=TimingTable)
