@@ -259,7 +259,7 @@ class Run:
             frozen = self.frozen(state, exact_rng)
             yield Point(
                 step=step,
-                believed=float(noise_scale(metrics.noise.cautious, base)),
+                believed=float(noise_scale(metrics.noise.expected, base)),
                 stated=metrics.noise_interval(base),
                 exact=scale_of([exact], base),
                 around=scale_of(around, base),

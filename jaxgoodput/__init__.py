@@ -57,7 +57,7 @@ An optax loop of your own:
   NoiseSample           The gradient noise measured in one batch
   progress              Return the base steps done: the steps that the base batch size would have needed
   gain                  Return the factors that multiplied the latest update, `[labels]`
-  grad_groups           Return the cautious moments by group of parameters; use these for decisions
+  grad_groups           Return the expected moments by group of parameters; use these for decisions
   noise_state           Return the gradient-noise statistics by label
 The model of goodput:
   GradParams            The two moments of the gradient that decide the batch, both at the base batch size

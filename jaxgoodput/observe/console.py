@@ -159,14 +159,14 @@ def progress_line(event: Window, total_base_steps: float | None) -> str:
         facts.append(f"{min(100.0 * event.progress / total_base_steps, 100.0):.1f} %")
     facts += [f"batch {describe(event.config)}", *_facts(event)]
     if math.isfinite(event.noise_scale):  # infinite while no signal exceeds its own error
-        least = ">= " if event.noise_is_lower_bound else ""
+        about = "~" if event.noise_is_guess else ""
         stated = event.noise_interval
         around = (
             f" (80 %: {compact(stated.lower)} to {compact(stated.upper)})"
             if stated.is_known
             else ""
         )
-        facts.append(f"noise scale {least}{compact(event.noise_scale)}{around}")
+        facts.append(f"noise scale {about}{compact(event.noise_scale)}{around}")
     return " | ".join([*facts, _eta(event.eta_s)])
 
 

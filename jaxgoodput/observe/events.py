@@ -156,8 +156,8 @@ class Window(Event):
     noise_scale: float
     """Batch size at which noise and signal are equal, samples; the mean if there are groups of parameters.
     NaN if unknown."""
-    noise_is_lower_bound: bool
-    """Whether no signal exceeds its own standard error, so that the noise scale may be much larger."""
+    noise_is_guess: bool
+    """Whether no signal exceeds its own standard error: the noise scale is little more than a guess."""
     noise_age_steps: float
     """Steps since the last measurement of the noise; NaN if this process has made none."""
     noise_confidence: float
@@ -187,8 +187,8 @@ class Window(Event):
     tokens_per_s: float = math.nan
     """NaN if `Reporting.tokens_per_sample` is None."""
     noise_interval: NoiseInterval = UNKNOWN_INTERVAL
-    """80 % interval of the noise scale, samples; NaN if unknown. Decisions rest on `noise_scale`, which is
-    cautious and may lie outside."""
+    """80 % interval of the noise scale, samples; NaN if unknown. Decisions rest on `noise_scale`, which may
+    lie outside if `noise_is_guess`."""
     feeding_s: float = math.nan
     """Time to bring a batch's table rows to the device, hidden behind other steps; NaN without tables."""
     account: AccountState | None = None

@@ -180,7 +180,7 @@ def numbers(workdir: str | os.PathLike[str]) -> dict[str, Any]:
         "goodput": _mean((w.goodput_measured, w.num_steps) for w in windows),
         "last_batch": windows[-1].config.global_batch_size if windows else None,
         "last_noise_scale": windows[-1].noise_scale if windows else None,
-        "last_noise_scale_is_lower_bound": windows[-1].noise_is_lower_bound if windows else None,
+        "last_noise_scale_is_guess": windows[-1].noise_is_guess if windows else None,
         "last_noise_interval": vars(windows[-1].noise_interval) if windows else None,
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
@@ -575,8 +575,8 @@ def _verdicts(story: _Story) -> str:
 
 
 def _curves(windows: Sequence[Window], evals: Sequence[EvalEnd]) -> str:
-    is_bound = bool(windows) and windows[-1].noise_is_lower_bound
-    noise = "noise scale >=" if is_bound else "noise scale"
+    is_guess = bool(windows) and windows[-1].noise_is_guess
+    noise = "noise scale (a guess)" if is_guess else "noise scale"
     points = [
         {
             "global batch": float(w.config.global_batch_size),

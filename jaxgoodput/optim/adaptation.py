@@ -41,13 +41,13 @@ class NoiseReadout(Generic[Number]):
     @classmethod
     def of(cls, noise: NoiseState, groups: NoiseState) -> "NoiseReadout[Array]":
         """Return what statistics by label, and by group of parameters, say."""
-        plain, cautious = noises.grad_params(noise), noises.cautious_groups(groups)
+        plain, expected = noises.grad_params(noise), noises.expected_groups(groups)
         return NoiseReadout(
             sqr=plain.sqr,
             var=plain.var,
-            known=cautious.known,
-            group_sqr=cautious.sqr,
-            group_var=cautious.var,
+            known=expected.known,
+            group_sqr=expected.sqr,
+            group_var=expected.var,
             seen_groups=noises.num_seen(groups),
             num_samples=noises.confidence(groups),
             newest_samples=noises.newest_confidence(groups),
@@ -59,8 +59,8 @@ class NoiseReadout(Generic[Number]):
         return GradParams(sqr=self.sqr, var=self.var)
 
     @property
-    def cautious(self: "NoiseReadout[float]") -> GradGroups:
-        """Moments by group of parameters for decisions (`noise.cautious_groups`), NaN if unknown.
+    def expected(self: "NoiseReadout[float]") -> GradGroups:
+        """Moments by group of parameters for decisions (`noise.expected_groups`), NaN if unknown.
 
         Host values only.
         """
@@ -73,8 +73,8 @@ class NoiseReadout(Generic[Number]):
         return bool(self.known)
 
     @property
-    def is_lower_bound(self: "NoiseReadout[float]") -> bool:
-        """Whether no signal is above its own standard error, so that the noise scale may be any larger."""
+    def is_guess(self: "NoiseReadout[float]") -> bool:
+        """Whether no signal is above its own standard error: the noise scale is little more than a guess."""
         return self.is_known and self.seen_groups == 0
 
 
@@ -155,8 +155,8 @@ def noise_state(opt_state: PyTree) -> NoiseState:
 
 
 def grad_groups(opt_state: PyTree) -> GradGroups:
-    """Return the cautious moments by group of parameters; use these for decisions."""
-    return noises.cautious_groups(find(opt_state).groups)
+    """Return the expected moments by group of parameters; use these for decisions."""
+    return noises.expected_groups(find(opt_state).groups)
 
 
 def grad_params(opt_state: PyTree) -> GradParams:
@@ -210,7 +210,7 @@ def with_noise_held(opt_state: PyTree, grad: GradGroups) -> PyTree:
         found = dataclasses.replace(
             own.findings,
             readout=NoiseReadout.of(own.noise, groups),
-            trusted=noises.cautious_groups(groups),
+            trusted=noises.expected_groups(groups),
         )
         return dataclasses.replace(own, groups=groups, findings=found)
 

@@ -13,8 +13,8 @@ rule that depends on noise gives a factor of exactly 1, apart from the correctio
 The factor starts at 1. It grows by at most `max_gain_growth` per update, because momentum remembers about ten
 smaller steps and a sudden jump would act on all of them; it may fall at once.
 
-The moments in `grad` are cautious: not `known` at first (`learning_rate.cautious`), and later off by some
-standard errors to the safe side.
+The moments in `grad` are not `known` at first (`learning_rate.cautious`), and later what is expected of them
+(`noise.expected_groups`); with labels they are off by some standard errors to the safe side.
 Without labels they describe a single group that is worth as much, at this scale, as all groups of parameters
 together. With labels they are the pooled moments of the label.
 
@@ -143,7 +143,7 @@ def adaptive(
     * `smoothing`: share of the noise averages kept per base batch, measured or not. With `keeps_fresh` they
       also start over whenever the base batches done have doubled, as long as `smoothing` remembers more: the
       signal may be a thousand times larger at first than later, and would distort an average for long.
-    * `num_std_errors`, `min_samples`: caution of the moments that the rule gets: see `noise.cautious_groups`.
+    * `num_std_errors`, `min_samples`: caution of the moments that the rule gets: see `noise.expected_groups`.
     * `schedules`: "progress" calls schedules in `tx` with base steps. "samples" calls them with the samples
       done over the base batch size; use it if the run ends after a number of samples.
     * `second_moment_decay`, for `rules.adam_scale`: Adam's b2, or 1 for Adagrad, which keeps a sum. Not used
@@ -387,7 +387,7 @@ class _Adaptive:
         by_label = None
         if self.labels is not None:
             by_label = noises.cautious_grad_params(noise, per_group=True, **cautious)
-        trusted = noises.cautious_groups(groups, **cautious)
+        trusted = noises.expected_groups(groups, **cautious)
         return Findings(readout=NoiseReadout.of(noise, groups), trusted=trusted, by_label=by_label)
 
     def _with_averages_only(self, noise: NoiseSample, updates: PyTree) -> NoiseSample:

@@ -16,7 +16,7 @@ A noise sample holds these norms for every leaf of the parameters. They are pool
 rate, and by group (`leaf_groups`) for the worth of a larger batch.
 
 A single estimate varies widely and may be negative. Estimates are therefore averaged, together with their
-standard error and their number: see `cautious_grad_params` and `cautious_groups`.
+standard error and their number: see `cautious_grad_params` and `expected_groups`.
 """
 
 import dataclasses
@@ -302,7 +302,7 @@ def cautious_grad_params(
     return GradParams(sqr=sqr[one], var=var[one], known=known[one])
 
 
-def cautious_groups(
+def expected_groups(
     state: NoiseState, num_std_errors: float = 1.0, *, min_samples: float = MIN_SAMPLES
 ) -> GradGroups:
     """Return the moments of every group for decisions; `known` as in `cautious_grad_params`.
@@ -326,9 +326,10 @@ def cautious_groups(
 def _expected_signals(measured: Array, error: Array, noise: Array) -> Array:
     """Return the mean of each group's signal given all that was measured, `[groups]`.
 
-    `measured` has normal errors, of standard deviation `error`. Beforehand, the ratio of signal to `noise` has
-    a level that all groups share, of which only the range is known (`LEVELS`), and differs from it in each
-    group by a random factor (`GROUP_SPREAD`). So groups that were measured well say something about others.
+    `measured` has normal errors, of standard deviation `error`. Beforehand, the ratio of signal to `noise`
+    has a level that all groups share, of which only the range is known (`LEVELS`), and differs from it in
+    each group by a random factor (`GROUP_SPREAD`). So a group that was measured well says something about
+    others.
     """
     noise = jnp.maximum(noise, 1e-6)  # a group without noise would have an infinite ratio
     error = jnp.maximum(error, 1e-4 * jnp.maximum(jnp.abs(measured), noise * LEVELS[0]))
@@ -343,7 +344,8 @@ def _expected_signals(measured: Array, error: Array, noise: Array) -> Array:
     # The density of the candidates' logarithms, and the likelihood of what was measured.
     agreement = jax.nn.log_sigmoid(bent) - jnp.log(ratios)
     agreement -= 0.5 * jnp.square(ratios - (measured / error)[:, None])
-    levels = np.linspace(*np.log(LEVELS), NUM_LEVELS, dtype=np.float32)
+    levels = np.geomspace(*LEVELS, NUM_LEVELS)
+    levels = np.log(levels).astype(np.float32)
     apart = (logs - jnp.log(noise)[:, None])[None] - levels[:, None, None]
     likely = agreement[None] - 0.5 * jnp.square(apart / GROUP_SPREAD)  # [levels, groups, signals]
     best = jnp.max(likely, axis=-1, keepdims=True)
@@ -368,7 +370,7 @@ def measured_groups(
 
 
 def taken_for(grad: GradGroups, like: Averages) -> Averages:
-    """Return made-up averages that `cautious_groups` reads as `grad`, with barely enough samples to count."""
+    """Return made-up averages that `expected_groups` reads as `grad`, with barely enough samples to count."""
     values = Averages(
         sqr=np.append(grad.sqr, np.sum(grad.sqr)),
         var=np.append(grad.var, np.sum(grad.var)),

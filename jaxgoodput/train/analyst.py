@@ -8,7 +8,7 @@ which may lag behind without delaying the analyst.
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -259,8 +259,8 @@ class Analyst:
         if ticket.measured and result.metrics.is_finite and noise.newest_samples > 0:
             self._cadence.measured_at = float(ticket.step)
         if ticket.measured:
-            self._history.add_noise(result.metrics.progress, noise.cautious, noise.newest_samples)
-        self._evidence.calibrate(noise.cautious, self._config.batch.base)
+            self._history.add_noise(result.metrics.progress, noise.expected, noise.newest_samples)
+        self._evidence.calibrate(noise.expected, self._config.batch.base)
 
     def _learn_time(self, result: StepResult, *, is_changed: bool) -> None:
         ticket, parts = result.ticket, result.parts
@@ -283,13 +283,14 @@ class Analyst:
             now_s,
             step,
             is_trial=self._trials.is_running,
+            is_timed=lambda: self._current.micro_batch_size in self._timed,
             is_known=is_known,
             has_fit=self._fit is not None,
             has_drifted=lambda: has_drifted(self._due.judged, self._situation(step)),
         )
         if is_due:
             self._due.asked(now_s, step, is_known=is_known)
-            self._evidence.review(self._noise_scale(metrics.noise.cautious))
+            self._evidence.review(self._noise_scale(metrics.noise.expected))
         # At every step at first, while most time is left; it does not wait for the tuner.
         is_time = is_due or self._due.is_warming_up or self._compiling.is_time(step)
         if self._compiling.is_open and is_time and not self._trials.is_running:
@@ -331,7 +332,7 @@ class Analyst:
         if is_switch:
             if verdict.denied:
                 assert self._latest is not None
-                self._evidence.deny(self._noise_scale(self._latest.metrics.noise.cautious))
+                self._evidence.deny(self._noise_scale(self._latest.metrics.noise.expected))
             self._requests.post(Control(batch=verdict.config))
             self._due.posted(self._requests.num_batches)
             self._trials.switched(situation, verdict)
@@ -365,7 +366,7 @@ class Analyst:
 
     def _account(self) -> AccountState | None:
         assert self._latest is not None
-        left_s = self._left_s(self._latest.metrics.noise.cautious)
+        left_s = self._left_s(self._latest.metrics.noise.expected)
         return self._compiling.account(self._clock.now(), left_s)
 
     # -- the situation ---------------------------------------------------------------------------
@@ -385,9 +386,9 @@ class Analyst:
             others=tuple(
                 o for o in others if o.fit or o.config.strategy not in self._trials.strategies
             ),
-            grad=self._evidence.calibration.corrected(noise.cautious),
+            grad=self._evidence.calibration.corrected(noise.expected),
             noise_factor=self._evidence.calibration.factor,
-            noise_is_lower_bound=noise.is_lower_bound,
+            noise_is_guess=noise.is_guess,
             measured=metrics.measured,
             timings=table.timings(step),
             clean=self._timings.timed(current, clean=True),
@@ -409,7 +410,7 @@ class Analyst:
             stretch_before=self._evidence.before,
             bar=self._evidence.bar,
             floor=self._history.floor(current, samples, share_done),
-            left_s=self._left_s(noise.cautious),
+            left_s=self._left_s(noise.expected),
             step_s=self._timings.step_s(current),
             fixed_s=self._strategies.fixed_s,
             outlook=self._compiling.outlook,
@@ -424,7 +425,7 @@ class Analyst:
             limits=self._limits,
             placement=self._timings.placement(current),
             ready=self._strategies.ready(current.strategy),
-            timed=self._timings.timed(current, clean=not self._due.is_disturbed),
+            timed=self._timed,
             fit=self._fit,
             # A batch was prepared during a step, so that took no longer than the step.
             feeding=self._feeding.line(current.global_batch_size, step_s),
@@ -482,6 +483,11 @@ class Analyst:
     def _table(self) -> TimingTable:
         """The step times of the strategy in use."""
         return self._timings.table(self._current.strategy)
+
+    @property
+    def _timed(self) -> Collection[int]:
+        """The timed sizes of the strategy in use; beside a compilation, disturbed times count."""
+        return self._timings.timed(self._current, clean=not self._due.is_disturbed)
 
     @property
     def _limits(self) -> BatchLimits:

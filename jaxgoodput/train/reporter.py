@@ -161,8 +161,8 @@ def window_of(
         throughput=throughput,
         efficiency=worth,
         grad=noise.plain,
-        noise_scale=float(noise_scale(noise.cautious, limits.base)) if noise.is_known else UNKNOWN,
-        noise_is_lower_bound=noise.is_known and noise.is_lower_bound,
+        noise_scale=float(noise_scale(noise.expected, limits.base)) if noise.is_known else UNKNOWN,
+        noise_is_guess=noise.is_known and noise.is_guess,
         noise_interval=metrics.noise_interval(limits.base),
         noise_age_steps=float(ticket.step - inputs.measured_at),
         noise_confidence=noise.num_samples,
@@ -225,7 +225,7 @@ def _worth(latest: StepResult, limits: BatchLimits) -> float:
     """Return the statistical efficiency of a step's batch; NaN if the noise is unknown."""
     scale = latest.ticket.config.global_batch_size / limits.base
     if latest.metrics.noise.is_known:
-        return float(efficiency(latest.metrics.noise.cautious, scale))
+        return float(efficiency(latest.metrics.noise.expected, scale))
     return 1.0 if scale == 1 else UNKNOWN  # the base batch has efficiency 1 whatever the noise
 
 
@@ -234,7 +234,7 @@ def _predicted_s(latest: StepResult, here: StrategyOption) -> float:
     if here.fit is None:
         return UNKNOWN
     config = latest.ticket.config
-    model = here.model(latest.metrics.noise.cautious)
+    model = here.model(latest.metrics.noise.expected)
     throughput = model.throughput(here.placement, config.micro_batch_size, config.num_micro_batches)
     return config.global_batch_size / float(throughput)
 
@@ -244,7 +244,7 @@ def _expected_gain(latest: StepResult, before: Stretch | None, limits: BatchLimi
     if before is None:
         return UNKNOWN
     scale = before.config.global_batch_size / limits.base
-    then = float(efficiency(latest.metrics.noise.cautious, scale))
+    then = float(efficiency(latest.metrics.noise.expected, scale))
     return before.gained * _worth(latest, limits) / then
 
 

@@ -8,7 +8,7 @@ within the horizon. If the loss falls more slowly after a change, the run goes b
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -19,9 +19,9 @@ from jaxgoodput.tune.evidence import is_denied
 from jaxgoodput.tune.strategy import choose_strategy, effect, judge_trial
 from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS, Situation, Verdict
 
-# How many times the measured noise an optimist believes in. The measured noise is low on purpose
-# (`optim/noise.py`): along runs of four models it was 0.25 to 1 of the exact one, of embeddings less. With 4
-# times as much, the forecast for a decoder at 4 and 16 times its base batch is what separate runs then took.
+# How many times the expected noise an optimist believes in. Along runs of four models the exact one was 1 to
+# 2.5 times as large, and often several times. With 4 times as much, the forecast for a decoder at 4 and 16
+# times its base batch is what separate runs then took.
 OPTIMISM = 4.0
 # Power of the batch with which an optimist believes short steps to grow: steps of a third to two thirds of a
 # millisecond grew by 1.1 to 1.4 times with four times the batch.
@@ -189,7 +189,7 @@ def _hope_of(situation: Situation, config: BatchConfig) -> float:
 def _later_probe(situation: Situation) -> Verdict | None:
     """Return the verdict to try a size that was never timed and that an optimist expects a gain from.
 
-    The present batch is the best by the model, which is cautious and knows no step time of that size.
+    The present batch is the best by the model, which knows no step time of that size.
     """
     here, current = situation.here, situation.current
     options = _untimed(situation)
@@ -208,11 +208,14 @@ def _later_probe(situation: Situation) -> Verdict | None:
     probe, hope = options[int(np.argmax(hopes))], hopes.max() / gains(timed).max(initial=1.0)
     if not (hope >= 1 + situation.caution.min_gain and trial_pays(situation, probe, float(hope))):
         return None
+    luck = "the noise is larger than measured"
+    if not math.isnan(least_seconds(situation.seconds_by_size, [probe.micro_batch_size])[0]):
+        luck = "its steps are as short as those of other sizes allow"
     return situation.change(
         probe,
         f"probe: steps with {probe.micro_batch_size} were never timed; a trial takes about "
         f"{roughly(_modelled_trial_s(situation, probe))}, and may gain up to {percent(hope - 1)} goodput if "
-        f"the noise is larger than measured; {_measured(situation)}",
+        f"{luck}; {_measured(situation)}",
     )
 
 
@@ -283,12 +286,13 @@ def _corrected(factor: float) -> str:
 def _measured(situation: Situation) -> str:
     """Return what a verdict rests on: the measured noise scale, and the sizes whose steps were timed."""
     here = situation.here
-    bound = "at least " if situation.noise_is_lower_bound else ""
     critical = float(noise_scale(situation.measured_grad, here.limits.base))
     timed = [*map(str, sorted(set(here.timed)))]
     steps = f"steps of {len(timed)} sizes" if len(timed) > 3 else f"steps of {' and '.join(timed)}"
     also = f", {steps}" if timed else ""
-    noise, stated = f"noise scale {bound}{estimate(critical)} samples", situation.noise_interval
+    noise, stated = f"noise scale {estimate(critical)} samples", situation.noise_interval
+    if situation.noise_is_guess:
+        noise += ", little more than a guess"
     if stated.is_known:
         noise += f" (80 % interval {estimate(stated.lower)} to {estimate(stated.upper)})"
     return f"measured: {noise}{_corrected(situation.noise_factor)}{also}"
@@ -304,7 +308,7 @@ def _judge(situation: Situation, config: BatchConfig, best: float, now: float, a
     )
     asked = _asked(situation)
     payback_s = caution.switch_s / (1 - 1 / gain) if gain > 1 else math.inf
-    if situation.noise_is_lower_bound and config.global_batch_size < home.global_batch_size:
+    if situation.noise_is_guess and config.global_batch_size < home.global_batch_size:
         # A larger noise scale would make the smaller batch worth less, by an unknown amount.
         why = (
             f"{what} cannot be judged: the gradient signal is below its own standard error, so the noise may "
@@ -417,27 +421,67 @@ def assumed_growth(situation: Situation, there: np.ndarray) -> np.ndarray:
 def modelled_gain(situation: Situation, sizes: Sequence[int], batches: np.ndarray) -> np.ndarray:
     """Return the same guess, `[sizes, counts]`, by the fitted step times: use it once two sizes are timed.
 
-    `batches` are of 1, 2, ... micro-batches of each size, in samples.
+    `batches` are of 1, 2, ... micro-batches of each size, in samples. A size that was never timed, between
+    two that were, may be as fast as these allow.
     """
     here, current, limits = situation.here, situation.current, situation.here.limits
     model = here.model(situation.grad)
     counts = np.broadcast_to(np.arange(1, batches.shape[1] + 1), batches.shape)
-    there = model.throughput(here.placement, np.asarray(sizes)[:, None], counts)
+    there = np.array(model.throughput(here.placement, np.asarray(sizes)[:, None], counts))
+    fastest = batches[:, 0] / least_seconds(situation.seconds_by_size, sizes)
+    there[:, 0] = np.fmax(there[:, 0], fastest)
     now = model.throughput(here.placement, current.micro_batch_size, current.num_micro_batches)
     worth = _optimistic_worth(situation, current.global_batch_size, batches)
-    hope = np.asarray(there) / float(now) * worth
+    hope = there / float(now) * worth
     return np.where((batches >= limits.smallest) & (batches <= limits.max), hope, 0.0)
+
+
+def least_seconds(seconds_by_size: Mapping[int, float], sizes: Sequence[int]) -> np.ndarray:
+    """Return the least seconds of a step of each size, `[sizes]`, if longer steps grow by more and more.
+
+    A line through the two timed sizes before it, or behind it, is then below its time. NaN for sizes that
+    were timed, or are not between two that were.
+
+    >>> least_seconds({16: 0.02, 64: 0.02, 256: 0.08, 512: 0.16}, [64, 128])  # a knee may be at 64
+    array([ nan, 0.04])
+    """
+    found = np.full(len(sizes), np.nan)
+    timed = sorted(seconds_by_size.items())
+    for i, size in enumerate(sizes):
+        if size in seconds_by_size:
+            continue
+        before, behind = (
+            [x for x in timed if x[0] < size],
+            [x for x in timed[::-1] if x[0] > size],
+        )
+        if before and behind:
+            at = [_line(pair[-2:], size) for pair in (before, behind)]
+            between = _line((before[-1], behind[-1]), size)
+            found[i] = min(max(before[-1][1], *at), between)
+    return found
+
+
+def _line(points: Sequence[tuple[int, float]], size: int) -> float:
+    """Return the seconds at a size on the line through two points; the least of one point is not known."""
+    if len(points) < 2:
+        return 0.0
+    (size_a, a_s), (size_b, b_s) = points
+    return a_s + (b_s - a_s) * (size - size_a) / (size_b - size_a)
 
 
 def _optimistic_worth(situation: Situation, now: int, there: np.ndarray) -> np.ndarray:
     """Return the efficiency of each batch `there` relative to `now`, in the eyes of an optimist (`OPTIMISM`).
 
     Unknown noise counts as large. What the loss has corrected it by is a part of what an optimist hopes for.
+    Of a smaller batch, no more is hoped for than what is expected.
     """
     grad, base = situation.measured_grad, situation.here.limits.base
     hoped = dataclasses.replace(grad, var=max(OPTIMISM, situation.noise_factor) * grad.var)
-    ratio = efficiency(hoped, there / base) / efficiency(hoped, now / base)
-    return np.asarray(np.nan_to_num(ratio, nan=1.0))
+    ratios = [
+        np.asarray(efficiency(x, there / base) / efficiency(x, now / base))
+        for x in (hoped, situation.grad)
+    ]
+    return np.asarray(np.nan_to_num(np.where(there < now, ratios[1], ratios[0]), nan=1.0))
 
 
 def _narrowed(limits: BatchLimits, smallest: int, largest: int, accumulate: bool) -> BatchLimits:

@@ -7,6 +7,7 @@ from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS, Situation
 
 # Between two verdicts for which nothing was waited, and between two looks for a drift.
 LEAST_S = 0.5
+PATIENCE = 4  # times its usual length that a trial may take until its steps are timed
 CALM_STEPS = 8  # undisturbed steps after a compilation before their times are compared
 
 
@@ -85,12 +86,14 @@ class VerdictTimer:
         step: int,
         *,
         is_trial: bool,
+        is_timed: Callable[[], bool],
         is_known: bool,
         has_fit: bool,
         has_drifted: Callable[[], bool],
     ) -> bool:
         """Return whether to ask for a verdict now; `is_known` says whether the gradient noise is.
 
+        `is_timed` says whether the present step time is known; a trial waits for that, but not for ever.
         `has_drifted` says whether what the last verdict rested on holds no longer; it is called now and then.
         """
         if self._must_wait(step):
@@ -98,7 +101,8 @@ class VerdictTimer:
         if now_s < self._changed_s + PROBE_S:
             return False
         if is_trial:
-            return self.steps_since_change(step) >= PROBE_STEPS
+            num_steps = self.steps_since_change(step)
+            return num_steps >= PROBE_STEPS and (is_timed() or num_steps >= PATIENCE * PROBE_STEPS)
         if self._asked_at < self._changed_at:  # the batch may have further to go
             return self.steps_since_change(step) >= self._dwell_steps
         if self._was_unknown and is_known:

@@ -128,8 +128,8 @@ class Situation:
     """Whether an update may use several micro-batches."""
     statistics_every: int = 1
     """Steps between two noise measurements from now on."""
-    noise_is_lower_bound: bool = False
-    """Whether the signal is below its own standard error, so that the noise scale may be any larger."""
+    noise_is_guess: bool = False
+    """Whether no signal exceeds its own standard error: the noise scale is little more than a guess."""
     noise_factor: float = 1.0
     """What the loss has corrected the measured noise by (`goodput/calibration.py`)."""
     measured: MeasuredGroups[float] | None = None

@@ -351,9 +351,9 @@ def test_metrics_come_off_the_wire_as_numbers_with_what_rides_along(known):
     assert counts == (7, 0, 64, 8) and all(type(n) is int for n in counts)
     assert (got.progress, got.noise.num_samples, got.noise.newest_samples) == (12.25, 3.0, 2.0)
     assert got.noise.plain.var == 2.5
-    assert got.noise.is_known is known and got.noise.is_lower_bound is known
+    assert got.noise.is_known is known and got.noise.is_guess is known
     expected = [1.0, 2.0, 3.0] if known else [np.nan] * 3  # on the host, unknown is NaN
-    np.testing.assert_array_equal(got.noise.cautious.var, expected)
+    np.testing.assert_array_equal(got.noise.expected.var, expected)
     np.testing.assert_array_equal(got.measured.sqr, [-4.0, 5.5, 6.5])
     np.testing.assert_allclose(got.measured.sqr_error, [0.1, 0.2, 0.3], rtol=1e-6)
     assert got.measured.var_error == 0.25 and got.noise_interval(16).is_known is known

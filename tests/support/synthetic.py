@@ -190,7 +190,7 @@ def window(step, progress, samples, config=START, *, num_steps=10, known=True, s
         grad=grad,
         noise_scale=critical,
         noise_interval=interval if known else UNKNOWN_INTERVAL,
-        noise_is_lower_bound=False,
+        noise_is_guess=False,
         noise_age_steps=3.0,
         noise_confidence=12.0,
         gain=efficiency * config.global_batch_size / LIMITS.base if known else 1.0,

@@ -108,17 +108,18 @@ def test_one_size_is_compiled_at_a_time_and_measures_once_it_is_adopted():
     sizes.close()
 
 
-@pytest.mark.parametrize("is_known", [False, True])
-def test_the_next_size_comes_before_measuring_only_if_some_size_was_measured(is_known):
+@pytest.mark.parametrize("measured", [None, 2, 4, 8, 32, 64])
+def test_the_next_size_comes_before_measuring_only_if_a_size_near_by_was_measured(measured):
+    """Within a factor of 4: what a small batch shows of the signal says little of a much larger one."""
     engine = Scripted()
-    sizes = sizes_of(engine)
+    sizes = sizes_of(engine, reach=4.0)
     sizes.near(4)
-    if is_known:
-        sizes.near(2)
-        sizes.adopt(2)
-        assert sizes.wait(WAIT_S) and sizes.can_measure(2)
-    else:
-        sizes._measurable.clear()  # the first size's program was left for later
+    sizes._measurable.clear()  # the first size's program was left for later
+    if measured is not None:
+        sizes.near(measured)
+        sizes.adopt(measured)
+        assert sizes.wait(WAIT_S) and sizes.can_measure(measured)
+    is_near = measured is not None and 4 <= measured <= 64
     engine.may_go.clear()
     engine.entered.clear()
     engine.compiled.clear()
@@ -130,7 +131,7 @@ def test_the_next_size_comes_before_measuring_only_if_some_size_was_measured(is_
     engine.may_go.set()
     assert sizes.wait(WAIT_S)
     step, measuring = map(engine.compiled.index, [("step", 64), ("step_measured", 16)])
-    assert (step < measuring) == is_known
+    assert (step < measuring) == is_near
     sizes.close()
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxgoodput.tune.due import CALM_STEPS, LEAST_S, VerdictTimer
+from jaxgoodput.tune.due import CALM_STEPS, LEAST_S, PATIENCE, VerdictTimer
 from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS
 
 DEPTH = 2
@@ -20,6 +20,7 @@ class Run:
         self.step, self.num_taken, self.asked_at = 0, 0, []
         self.state = {"is_trial": False, "is_known": True, "has_fit": True}
         self.has_drifted, self.num_looks = False, 0
+        self.is_timed = True
         self.due = VerdictTimer(
             0.0, warm_up_steps=4, dwell_steps=20, every_s=1e9, every_steps=50, depth=DEPTH
         )
@@ -36,7 +37,13 @@ class Run:
                 num_taken=self.num_taken,
             )
             now_s = self.step * self.step_s
-            if self.due.is_due(now_s, self.step, has_drifted=self.look, **self.state):
+            if self.due.is_due(
+                now_s,
+                self.step,
+                has_drifted=self.look,
+                is_timed=lambda: self.is_timed,
+                **self.state,
+            ):
                 self.due.asked(now_s, self.step, is_known=self.state["is_known"])
                 self.asked_at.append(self.step)
         return self.asked_at
@@ -113,6 +120,22 @@ def test_a_change_is_judged_after_its_few_steps_and_a_moment(step_s, is_trial):
     steps = PROBE_STEPS if is_trial else 20
     assert asked - start >= steps and (asked - start) * step_s >= PROBE_S - 1e-9
     assert asked - start <= max(steps, PROBE_S / step_s + 1)
+
+
+@given(timed_after=st.integers(0, 100))
+def test_a_trial_is_judged_by_its_own_times_but_not_waited_for_without_end(timed_after):
+    run = Run()
+    run.state["is_trial"] = True
+    run.go(10)
+    run.due.asked(0.0, run.step, is_known=True)
+    run.asked_at.clear()
+    start = run.step + 1
+    run.is_timed = timed_after == 0
+    run.go(max(timed_after, 1), changed=True)
+    run.is_timed = True
+    run.go(100)
+    expected = min(max(timed_after, PROBE_STEPS), PATIENCE * PROBE_STEPS)
+    assert run.asked_at[0] - start == expected
 
 
 def test_a_trial_is_judged_after_its_few_steps():

@@ -11,12 +11,19 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxgoodput.goodput.efficiency import GradGroups, GradParams
-from jaxgoodput.goodput.fit import PerfFit, StepTimings
+from jaxgoodput.goodput.fit import PerfFit, StepTimings, fit_perf_params
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Feeding, PerfParams, Placement, feeding_time, step_time
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.optim.noise import MeasuredGroups
-from jaxgoodput.tune.batch import GROWTH, MOST_DISTURBED, OPTIMISM, REPAYMENT, tune
+from jaxgoodput.tune.batch import (
+    GROWTH,
+    MOST_DISTURBED,
+    OPTIMISM,
+    REPAYMENT,
+    least_seconds,
+    tune,
+)
 from jaxgoodput.tune.cadence import statistics_cadence
 from jaxgoodput.tune.evidence import Bar, Stretch
 from jaxgoodput.tune.plan import fixed_config
@@ -108,11 +115,14 @@ def test_a_lower_bound_of_the_noise_speaks_for_no_smaller_batch():
     """Measured, the same moments send the batch down; growing is judged as usual."""
     quiet = {"grad": QUIET, "current": at(512), "timed": READY}
     assert decide(**quiet).config.global_batch_size < 512
-    kept = decide(**quiet, noise_is_lower_bound=True)
+    kept = decide(**quiet, noise_is_guess=True)
     assert kept.config == at(512) and "below its own standard error" in kept.reason
-    assert "noise scale at least" in kept.reason
-    assert decide(noise_is_lower_bound=True) == dataclasses.replace(
-        decide(), reason=decide().reason.replace("noise scale ", "noise scale at least ")
+    assert "little more than a guess" in kept.reason
+    assert decide(noise_is_guess=True) == dataclasses.replace(
+        decide(),
+        reason=decide().reason.replace(
+            " samples, steps", " samples, little more than a guess, steps"
+        ),
     )
 
 
@@ -251,6 +261,43 @@ def test_a_probe_must_pay_if_time_grew_as_an_optimist_assumes(scale, probes):
     assert decide(grad, **only).reason.startswith("probe") is probes
     # The nearer size pays earlier: of 128 an efficiency of 0.37 is asked, of 64 one of 0.62.
     assert decide(grad, timed=(32,)).reason.startswith("probe")
+
+
+@given(
+    flat=st.floats(1e-3, 1.0),
+    slope=st.floats(0, 1e-2),
+    knee=st.integers(1, 600),
+    curve=st.floats(0, 1e-5),
+    timed=st.sets(st.sampled_from(READY), min_size=2),
+)
+def test_the_least_seconds_bound_every_time_that_grows_by_more_and_more(
+    flat, slope, knee, curve, timed
+):
+    """Lines with a knee and parabolas; a size between two timed ones has a bound, not below both times."""
+    seconds = {n: flat + slope * max(n - knee, 0) + curve * n**2 for n in READY}
+    found = least_seconds({n: seconds[n] for n in timed}, READY)
+    for size, least_s in zip(READY, found, strict=True):
+        is_between = min(timed) < size < max(timed) and size not in timed
+        assert is_between is not math.isnan(least_s)
+        if is_between:
+            below = max(n for n in timed if n < size)
+            assert seconds[below] * (1 - 1e-9) <= least_s <= seconds[size] * (1 + 1e-9)
+
+
+def test_a_size_beside_a_knee_is_tried_though_a_line_through_others_promises_little():
+    """Steps of 16 and 64 take as long, of 256 and 512 in proportion: 128 may be as fast as a knee allows."""
+    seconds = {16: 0.02, 64: 0.02, 256: 0.16 / 3, 512: 0.32 / 3}
+    timings = timings_of(seconds)
+    known = {
+        "current": at(256),
+        "timed": tuple(seconds),
+        "ready": (*seconds, 128),
+        "timings": timings,
+    }
+    verdict = decide(
+        GradParams(sqr=1.0, var=32.0), fit=fitted(fit_perf_params(timings).params), **known
+    )
+    assert verdict.config == at(128) and "as short as those of other sizes allow" in verdict.reason
 
 
 @given(left_s=st.floats(1e-3, 1e4))

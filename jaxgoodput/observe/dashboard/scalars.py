@@ -121,7 +121,7 @@ def _window_scalars(event: Window) -> dict[str, Any]:
         "gns/grad_var": event.grad.var,
         "gns/confidence": event.noise_confidence,
         "gns/age": event.noise_age_steps,
-        "gns/is_lower_bound": float(event.noise_is_lower_bound),
+        "gns/is_guess": float(event.noise_is_guess),
         "stats/every": event.statistics_every,
         "lr/gain": event.gain,
         "lr/base": event.learning_rate,
