@@ -246,7 +246,9 @@ class Analyst:
         if not ticket.is_last:
             return  # what follows is the same for all that were dispatched together
         self._learn_noise(result)
-        self._compiling.stepped(ticket, self._table, is_trial=self._trials.is_running)
+        # A batch that is being left is kept no more than one on trial.
+        is_passing = self._trials.is_running or not self._due.has_arrived(ticket.step)
+        self._compiling.stepped(ticket, self._table, is_trial=is_passing)
         if self._reporter.is_due:
             self._draw()
         self._decide(metrics, ticket.step)

@@ -93,6 +93,7 @@ class StrategyCompiler:
         self._num_preparing = 0  # strategies that are being prepared now
         self._turns = {name: threading.Lock() for name in engines}
         self._is_closed = False
+        self._is_hurried = False
         self._worker: Worker | None = None
         # How many sizes every process has settled, by strategy; None if there is one process.
         self.settled_everywhere: dict[str, int] | None = None
@@ -237,6 +238,17 @@ class StrategyCompiler:
     def compile_next(self, size: int) -> None:
         """Compile one more micro-batch size in the background."""
         self.compiler(self._current.strategy).compile_next(size)
+
+    def hurry(self, is_hurried: bool) -> None:
+        """Have training wait for what is being compiled (`wait_if_hurried`), or no longer."""
+        self._is_hurried = is_hurried
+
+    def wait_if_hurried(self, timeout_s: float) -> bool:
+        """Wait until what training should wait for is compiled; True if `timeout_s` is over before."""
+        if not self._is_hurried:
+            return False
+        compiler = self.compiler(self._current.strategy)
+        return compiler.is_busy and not compiler.wait(timeout_s)
 
     def start(self) -> None:
         """Compile other micro-batch sizes, and then other strategies, in the background from now on."""
@@ -559,6 +571,7 @@ class CompilationStarter:
         found = self._explorer.next(
             situation, sizes, settled, table, now_s=now_s, num_plain=num_plain
         )
+        strategies.hurry(self._explorer.is_hurried and alone)
         if found is not None and alone:
             self._strategy = strategy
             if not strategies.measures_near(strategy):  # whether the size is tried depends on it

@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from jaxgoodput.goodput.efficiency import is_known
 from jaxgoodput.text import percent, roughly
 from jaxgoodput.tune.batch import (
     REPAYMENT,
@@ -34,6 +35,9 @@ LOAN = 0.03  # of the time that is left
 MOST_LOANS = 4.0
 # Share of a compilation's seconds by which it delays the steps beside it, until that has been measured.
 ASSUMED_DELAY = 0.3
+# On few cores, a compilation beside steps takes up to three times as long as alone, and the steps are slower.
+# Training waits for a size that may gain so much: the run loses little by that, and has it sooner.
+HURRY, FEW_CORES_DELAY = 2.0, 0.5
 SEVERAL = 0.9  # hope of several micro-batches, over a single one of as many samples
 
 
@@ -140,6 +144,9 @@ class Explorer:
         """The size that was chosen last, until it is compiled."""
         self.is_trial_due = False
         """Whether a compiled size is about to be tried, as last decided."""
+        self.is_hurried = False
+        """Whether training should wait for what is being compiled, as last decided."""
+        self._may_hurry = delay >= FEW_CORES_DELAY
         self._compile_s = compile_s
         self._delay, self._least_delay = delay, least_delay
         self._began_s = began_s
@@ -168,11 +175,16 @@ class Explorer:
         `now_s` the time. None until the size before is compiled.
         """
         left_s, passed_s = situation.left_s, now_s - self._began_s
-        if self.compiling is not None or math.isnan(left_s):
+        if math.isnan(left_s):
             return None
         hopes = Hopes.of(situation, sizes, table)
+        self.is_hurried = self._may_hurry and is_known(situation.grad)
+        if self.compiling is not None:
+            self.is_hurried &= hopes.of_size(self.compiling) >= HURRY
+            return None
         self.is_trial_due = hopes.is_trial_due
         found = hopes.next_size(settled)
+        self.is_hurried &= found is not None and found.hope >= HURRY
         if found is None:
             least = percent(situation.caution.min_gain)
             self.outlook = f"no size left to compile may gain the {least} that a change must bring"
@@ -183,6 +195,7 @@ class Explorer:
         what = f"compiling and trying micro-batches of {found.size}"
         price = f"training by about {roughly(price_s)}, and may save up to {roughly(saving_s)}"
         if not self.account.allows(price_s, saving_s=saving_s, passed_s=passed_s, left_s=left_s):
+            self.is_hurried = False
             allowed_s = self.account.state(passed_s, left_s).allowance_s(price_s, saving_s)
             limit = f"but only {roughly(allowed_s)} may be spent on that now"
             if not allowed_s > 0:
@@ -192,6 +205,8 @@ class Explorer:
             self.outlook = f"{what} would delay {price} of the {roughly(left_s)} left, {limit}"
             return None
         self.outlook = f"{what} delays {price} of the {roughly(left_s)} left"
+        if self.is_hurried:
+            self.outlook += "; training waits for it"
         # Steps beside a compilation take longer than the ones that are left.
         total_s = math.nan if situation.disturbed else passed_s + left_s
         self.account.spend(price_s, total_s=total_s)
@@ -212,7 +227,9 @@ class Explorer:
             longer = table.disturbance()
             if not math.isnan(longer):
                 self._delay = max(1 - 1 / (1 + max(longer, 0.0)), self._least_delay)
-            real_s = self._num_plain * took_s * self._delay + self._trial_s
+            delay = 1.0 if self.is_hurried else self._delay
+            real_s = self._num_plain * took_s * delay + self._trial_s
+        self.is_hurried = False
         self.account.spend(real_s - self._charged_s)
 
 
@@ -273,6 +290,10 @@ class Hopes:
     def is_trial_due(self) -> bool:
         """Whether a compiled size promises a gain and was never tried: it will be (`batch.py`)."""
         return bool((self.gains[self.is_untried] >= self.least).any())
+
+    def of_size(self, size: int) -> float:
+        """Return the optimistic gain of one of the sizes."""
+        return float(self.gains[list(self.sizes).index(size)])
 
     def next_size(self, settled: Collection[int]) -> NextSize | None:
         """Return the size that is not compiled and promises most; None without a gain, or before a trial.

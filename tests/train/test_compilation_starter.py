@@ -3,9 +3,11 @@
 And what a compilation is assumed to delay.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,7 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import WAIT_S, Scripted, sizes_of
 
+from jaxgoodput.clock import SystemClock
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
+from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.train import compile_ahead
 from jaxgoodput.train.compile_ahead import (
     MEASURING,
@@ -23,6 +27,9 @@ from jaxgoodput.train.compile_ahead import (
     CompilationStarter,
     StrategyCompiler,
 )
+from jaxgoodput.train.control import Stopping
+from jaxgoodput.train.duties.reading import LOOK_S, BatchReader
+from jaxgoodput.train.prepare import PreparedRun
 from jaxgoodput.train.watcher import Ticket
 from jaxgoodput.tune.block_times import SHORT_S
 from jaxgoodput.tune.exploring import EARNINGS
@@ -185,3 +192,39 @@ def test_of_an_accelerator_nothing_of_the_kind_is_assumed():
     other = Devices(are_cpus=False)
     assert other.least_delay == 0 and math.isinf(other.fixed_s)
     assert 1 <= compile_ahead.num_cores() <= (os.cpu_count() or 1)
+
+
+def test_training_waits_for_what_is_hurried_until_it_is_compiled_or_a_stop_is_due():
+    engine = Scripted()
+    sizes = sizes_of(engine)
+    sizes.near(4)
+    strategies: Any = mock.Mock(spec=StrategyCompiler, _is_hurried=False)
+    strategies._current = CONFIGS[0]
+    strategies.compiler.return_value = sizes
+    strategies.hurry = partial(StrategyCompiler.hurry, strategies)
+    strategies.wait_if_hurried = partial(StrategyCompiler.wait_if_hurried, strategies)
+    start: Any = mock.Mock(spec=PreparedRun, strategies=strategies, now=mock.Mock())
+    start.now.paused = contextlib.nullcontext
+    reader: Any = mock.Mock(spec=BatchReader, start=start, ledger=TimeLedger(SystemClock()))
+    give_way, looks = partial(BatchReader._give_way, reader), []
+    engine.may_go.clear()
+    sizes.compile_next(16)
+    give_way(lambda: looks.append(0))  # not hurried
+    strategies.hurry(True)
+
+    def stop():
+        raise Stopping
+
+    with pytest.raises(Stopping):
+        give_way(stop)
+    assert not looks and sizes.is_busy
+
+    def look():
+        looks.append(0)
+        if len(looks) == 3:
+            engine.may_go.set()
+
+    give_way(look)
+    assert len(looks) >= 3 and 16 in sizes.ready()
+    assert reader.ledger.snapshot()["compilation"] >= 2 * LOOK_S
+    sizes.close()

@@ -15,6 +15,8 @@ from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.tune.batch import GROWTH, assumed_growth, choose_batch
 from jaxgoodput.tune.exploring import (
     EARNINGS,
+    FEW_CORES_DELAY,
+    HURRY,
     LOAN,
     MOST_LOANS,
     REPAYMENT,
@@ -148,6 +150,34 @@ def test_exploring_waits_for_no_trial_that_the_tuner_does_not_begin(left_s, nois
         assert not hopes.is_trial_due
 
 
+@given(
+    delay=st.sampled_from([0.1, FEW_CORES_DELAY, 0.9]),
+    ratio=st.floats(math.log(1e-3), math.log(1e3)).map(math.exp),
+    left_s=st.floats(1.0, 1e5),
+    is_known=st.booleans(),
+)
+def test_training_waits_only_for_what_is_known_to_promise_much_on_few_cores(
+    delay, ratio, left_s, is_known
+):
+    explorer = Explorer(0.1, 0.0, delay=delay)
+    table = StrategyTimings(num_nodes=1).table("")
+    grad = GradParams(sqr=1.0, var=ratio) if is_known else UNKNOWN
+    now = situation(grad=grad, left_s=left_s, step_s=1e-3, fixed_s=math.inf)
+    found = explorer.next(now, SIZES, (32,), table, now_s=1.0)
+    promises = found is not None and found.hope >= HURRY
+    may_wait = is_known and delay >= FEW_CORES_DELAY
+    assert explorer.is_hurried is (promises and may_wait)
+    assert ("training waits for it" in explorer.outlook) is explorer.is_hurried
+    # What is found out while it is compiled counts.
+    for grad, waits in ((NOISY, delay >= FEW_CORES_DELAY), (SILENT, False), (UNKNOWN, False)):
+        now = situation(grad=grad, left_s=left_s, step_s=1e-3, fixed_s=math.inf)
+        assert explorer.next(now, SIZES, (32, 128), table, now_s=1.0) is None or found is None
+        if found is not None:
+            assert explorer.is_hurried is waits
+    explorer.compiled(0.1, table)
+    assert not explorer.is_hurried
+
+
 def test_nothing_is_compiled_without_hope(table):
     assert next_size(situation(grad=SILENT), SIZES, (32,), table) is None
     assert next_size(situation(), SIZES, SIZES, table) is None
@@ -192,8 +222,10 @@ def test_the_delay_is_that_of_the_devices_until_a_compilation_was_seen(delay, to
         for busy in (False, True):
             key = key_of(1, now.current, measured=False)
             table.add(key, Parts(0.1 * (1 + busy)), step, busy=busy)
-    explorer.compiled(took_s, table)  # twice as long beside it: half of its time was lost
-    assert explorer.account.spent_s == pytest.approx(took_s / 2 + TRIAL_S)
+    is_hurried = explorer.is_hurried
+    explorer.compiled(took_s, table)  # twice as long beside it: half of its time was lost, or all
+    lost_s = took_s if is_hurried else took_s / 2
+    assert explorer.account.spent_s == pytest.approx(lost_s + TRIAL_S)
 
 
 def test_without_times_nothing_is_explored(table):

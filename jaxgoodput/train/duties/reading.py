@@ -19,6 +19,7 @@ from jaxgoodput.train.duties.blocks import Blocks
 from jaxgoodput.train.prepare import PreparedRun
 
 SHORT_WAIT_S = 1e-4  # is not booked
+LOOK_S = 0.1  # between two looks at whether the run is to stop
 
 
 @dataclass
@@ -44,6 +45,7 @@ class BatchReader:
         `meanwhile` is called now and then while it waits, and may raise.
         """
         start = self.start
+        self._give_way(meanwhile)
         batch = self._blocks.next(num_free, meanwhile)
         if batch is None:
             return None
@@ -57,6 +59,13 @@ class BatchReader:
         self._last_batch.compile_now(batch)
         self._last_batch.compile_ahead()
         return batch
+
+    def _give_way(self, meanwhile: Callable[[], None]) -> None:
+        """Wait while a batch is being compiled that promises so much that training should wait for it."""
+        while self.start.strategies.wait_if_hurried(0.0):
+            meanwhile()
+            with self.start.now.paused(), self.ledger.bucket("compilation"):
+                self.start.strategies.wait_if_hurried(LOOK_S)
 
     def tell_end(self) -> None:
         """Say what was dropped at the end of the data, and warn if they have ended the run too early."""
