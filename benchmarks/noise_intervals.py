@@ -7,7 +7,7 @@ A run with the base batch is looked at ten times. At each point the parameters, 
 optimizer's preconditioner are frozen, and the gradients of 300 whole base batches give the exact moments of
 every group, weighted as the run weights them. Printed are noise scales in samples:
 
-* believed: what decisions rest on (`NoiseReadout.cautious`).
+* believed: what decisions rest on (`NoiseReadout.expected`).
 * stated: the middle of the interval, and the interval (`StepMetrics.noise_interval`).
 * exact: of 300 batches at this one state.
 * around: of 30 batches at each of ten states, up to this one, over the last twentieth of the run; moments are

@@ -18,7 +18,7 @@ state and differ in their samples. True goodput is progress, in base steps, per 
 regret = 1 - true goodput of the batch settled on / that of the best batch of the ladder. "settled" is the
 batch under which most progress was made in the last fifth of the run. "model error" is the largest
 difference, over the ladder, of the efficiency predicted from exact moments and that measured: what the
-estimators cannot be blamed for. The estimate is what verdicts rest on: cautious, and an average over some
+estimators cannot be blamed for. The estimate is what verdicts rest on: expected values, of averages over some
 1000 base batches, in which the exact noise scale, that of the last state, has grown.
 """
 

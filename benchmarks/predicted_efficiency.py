@@ -15,7 +15,7 @@ measure how that differs.
 What is compared with it is predicted at the point, before those samples: by group of parameters (what the
 project decides by, with the norm that the example's configuration says) and pooled over all parameters, in
 the norm g' P^-1 g of the optimizer's division P and in the plain one. (Without a division they are one.)
-Those by group are cautious, the pooled ones plain averages, where a squared gradient estimated below 0
+Those by group are expected values, the pooled ones plain averages, where a squared gradient estimated below 0
 counts as 0: all noise, and an efficiency of 1.
 "booked" is the progress that training itself credits over the stretch: less than predicted where the gain
 was still growing.
@@ -173,7 +173,7 @@ def train(workload: Workload, config: jg.Config, point: int) -> Any:
 def predicted(readouts: Mapping[bool, Any], scale: float) -> list[float]:
     """The worth of a sample by each of `COLUMNS`; `readouts` by whether P was divided by."""
     with_p, plain = readouts[True], readouts[False]
-    grads: list[Grad] = [with_p.cautious, plain.cautious, with_p.plain, plain.plain]
+    grads: list[Grad] = [with_p.expected, plain.expected, with_p.plain, plain.plain]
     return [float(efficiency(grad, np.asarray(scale))) for grad in grads]
 
 

@@ -3,8 +3,8 @@
 The gradient noise forecasts how much less a sample is worth in a larger batch. When the batch changes, the
 loss tells it too: a sample is worth as much less as the loss then falls less per e-fold of samples. The
 correction is a factor on the noise, with which the forecast would have been what the loss told. What is
-known of it is a distribution. At first it lies around 1; its width (`SPREAD`) was chosen, as measured noise
-was 0.3 to 1.1 times the exact one in most models, and less in embedding tables. Every change of the batch
+known of it is a distribution. At first it lies around 1; its width (`SPREAD`) was chosen, as expected noise
+was 0.5 to 1.1 times the exact one in most models. Every change of the batch
 sharpens it by as much as the slopes of the loss are certain. It fades as training goes on, because the
 estimate of the noise moves: after an e-fold of samples, it counts for a third. A resumed run begins without.
 

@@ -79,7 +79,7 @@ def noise_interval(
     if not total > 0:
         return NoiseInterval(lower=0.0, middle=0.0, upper=0.0)
     # A group without noise would have an infinite ratio; its signal counts as it is.
-    noise = np.maximum(np.asarray(var, float) / total, 1e-9)
+    noise = np.maximum(np.asarray(var, float) / total, 1e-12)
     signals = _draws(np.asarray(sqr, float) / total, np.asarray(sqr_error, float) / total, noise)
     spread = np.hypot(fluctuation, var_error)
     # The mean of the signal over states is its average, so its median lies below.
@@ -91,6 +91,8 @@ def noise_interval(
 
 def _draws(measured: Groups, error: Groups, noise: Groups) -> np.ndarray:
     """Return signals drawn from their joint distribution given what was measured, `[draws, groups]`."""
+    # Without noise or error nothing was measured, as of an unused parameter: it tells nothing of others.
+    is_measured = (noise > 1e-12) & (error > 0)
     error = np.maximum(error, 1e-9 * noise)
     least = np.maximum(measured - 3.5 * error, noise * (LEVELS[0] / 100))
     most = np.maximum(measured, 0) + 4 * error
@@ -109,7 +111,7 @@ def _draws(measured: Groups, error: Groups, noise: Groups) -> np.ndarray:
     chance = np.exp(likely - best)
     below = np.zeros_like(chance)
     np.cumsum((chance[..., 1:] + chance[..., :-1]) / 2, axis=-1, out=below[..., 1:])
-    of_level = (np.log(below[..., -1]) + best[..., 0]).sum(axis=-1)
+    of_level = ((np.log(below[..., -1]) + best[..., 0]) * is_measured).sum(axis=-1)
     up_to = np.cumsum(np.exp(of_level - of_level.max()))
     level = np.searchsorted(up_to / up_to[-1], _UNIFORM[:, 0])
     # Every group's signal at the drawn level, between two candidates.

@@ -158,7 +158,7 @@ def progress_line(event: Window, total_base_steps: float | None) -> str:
         # The last update may exceed the total.
         facts.append(f"{min(100.0 * event.progress / total_base_steps, 100.0):.1f} %")
     facts += [f"batch {describe(event.config)}", *_facts(event)]
-    if math.isfinite(event.noise_scale):  # infinite while no signal exceeds its own error
+    if math.isfinite(event.noise_scale):  # infinite without any signal
         about = "~" if event.noise_is_guess else ""
         stated = event.noise_interval
         around = (

@@ -156,8 +156,6 @@ class Window(Event):
     noise_scale: float
     """Batch size at which noise and signal are equal, samples; the mean if there are groups of parameters.
     NaN if unknown."""
-    noise_is_guess: bool
-    """Whether no signal exceeds its own standard error: the noise scale is little more than a guess."""
     noise_age_steps: float
     """Steps since the last measurement of the noise; NaN if this process has made none."""
     noise_confidence: float
@@ -186,6 +184,8 @@ class Window(Event):
     """Model flops utilisation, relative to the chip's bfloat16 peak; NaN for an unlisted chip."""
     tokens_per_s: float = math.nan
     """NaN if `Reporting.tokens_per_sample` is None."""
+    noise_is_guess: bool = False
+    """Whether no signal exceeds its own standard error: the noise scale is little more than a guess."""
     noise_interval: NoiseInterval = UNKNOWN_INTERVAL
     """80 % interval of the noise scale, samples; NaN if unknown. Decisions rest on `noise_scale`, which may
     lie outside if `noise_is_guess`."""

@@ -143,7 +143,7 @@ def adaptive(
     * `smoothing`: share of the noise averages kept per base batch, measured or not. With `keeps_fresh` they
       also start over whenever the base batches done have doubled, as long as `smoothing` remembers more: the
       signal may be a thousand times larger at first than later, and would distort an average for long.
-    * `num_std_errors`, `min_samples`: caution of the moments that the rule gets: see `noise.expected_groups`.
+    * `num_std_errors`, `min_samples`: of the moments that the rule gets; see `noise.expected_groups`.
     * `schedules`: "progress" calls schedules in `tx` with base steps. "samples" calls them with the samples
       done over the base batch size; use it if the run ends after a number of samples.
     * `second_moment_decay`, for `rules.adam_scale`: Adam's b2, or 1 for Adagrad, which keeps a sum. Not used

@@ -310,6 +310,7 @@ def expected_groups(
     The signal of a group may matter long before it stands out from its error. Embedding tables, which are
     nearly all noise, may hold most of what is left to learn; biases hold little. So the signal returned is
     what is expected of it (`_expected_signals`). If it is well above its error, that is the measured signal.
+    `num_std_errors` is a factor on the standard errors; with 0 the signal is the measured one, or 0 below it.
     """
     averages = _trusted(state, min_samples)
     count = _count(averages)
@@ -331,28 +332,31 @@ def _expected_signals(measured: Array, error: Array, noise: Array) -> Array:
     each group by a random factor (`GROUP_SPREAD`). So a group that was measured well says something about
     others.
     """
-    noise = jnp.maximum(noise, 1e-6)  # a group without noise would have an infinite ratio
+    # Without noise or error nothing was measured, as of an unused parameter: it tells nothing of others.
+    is_measured = (noise > 0) & (error > 0)
+    noise = jnp.maximum(noise, 1e-12)  # a group without noise would have an infinite ratio
     error = jnp.maximum(error, 1e-4 * jnp.maximum(jnp.abs(measured), noise * LEVELS[0]))
     least = jnp.maximum(measured - 3.5 * error, noise * (LEVELS[0] / 30))
     most = jnp.maximum(jnp.maximum(measured, 0) + 4 * error, 1.01 * least)
     # Candidates for every group's signal, [groups, signals]: logarithmic below its error, linear above.
     low, high = (x / error + jnp.log(-jnp.expm1(-x / error)) for x in (least, most))
-    parts = np.linspace(0, 1, NUM_SIGNALS, dtype=np.float32)[None, :]
+    parts = jnp.asarray(np.linspace(0, 1, NUM_SIGNALS), error.dtype)[None, :]
     bent = low[:, None] + (high - low)[:, None] * parts
     ratios = jax.nn.softplus(bent)  # to the error
     logs = jnp.log(ratios) + jnp.log(error)[:, None]
     # The density of the candidates' logarithms, and the likelihood of what was measured.
     agreement = jax.nn.log_sigmoid(bent) - jnp.log(ratios)
     agreement -= 0.5 * jnp.square(ratios - (measured / error)[:, None])
-    levels = np.geomspace(*LEVELS, NUM_LEVELS)
-    levels = np.log(levels).astype(np.float32)
+    levels = jnp.asarray(np.log(np.geomspace(*LEVELS, NUM_LEVELS)), error.dtype)
     apart = (logs - jnp.log(noise)[:, None])[None] - levels[:, None, None]
     likely = agreement[None] - 0.5 * jnp.square(apart / GROUP_SPREAD)  # [levels, groups, signals]
     best = jnp.max(likely, axis=-1, keepdims=True)
     chance = jnp.exp(likely - best)
     total = jnp.sum(chance, axis=-1)
-    of_level = jax.nn.softmax(jnp.sum(jnp.log(total) + best[..., 0], axis=-1))
-    return error * (of_level @ (jnp.sum(chance * ratios[None], axis=-1) / total))
+    evidence = jnp.where(is_measured[None], jnp.log(total) + best[..., 0], 0)
+    of_level = jax.nn.softmax(jnp.sum(evidence, axis=-1))
+    mean = jnp.sum(chance * ratios[None], axis=-1) / total
+    return error * jnp.sum(of_level[:, None] * mean, axis=0)
 
 
 def measured_groups(

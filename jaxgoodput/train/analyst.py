@@ -36,6 +36,7 @@ from jaxgoodput.tune.exploring import AccountState
 from jaxgoodput.tune.payoff import RunLength
 from jaxgoodput.tune.remembered import BatchHistory, ProgramMemory
 from jaxgoodput.tune.timings import (
+    MIN_COUNT,
     FeedingTimes,
     StrategyTimings,
     TimingRow,
@@ -246,7 +247,7 @@ class Analyst:
         if not ticket.is_last:
             return  # what follows is the same for all that were dispatched together
         self._learn_noise(result)
-        # A batch that is being left is kept no more than one on trial.
+        # Neither a batch on trial nor one that is about to be left is worth measuring.
         is_passing = self._trials.is_running or not self._due.has_arrived(ticket.step)
         self._compiling.stepped(ticket, self._table, is_trial=is_passing)
         if self._reporter.is_due:
@@ -285,7 +286,7 @@ class Analyst:
             now_s,
             step,
             is_trial=self._trials.is_running,
-            is_timed=lambda: self._current.micro_batch_size in self._timed,
+            is_timed=self._is_timed,
             is_known=is_known,
             has_fit=self._fit is not None,
             has_drifted=lambda: has_drifted(self._due.judged, self._situation(step)),
@@ -485,6 +486,13 @@ class Analyst:
     def _table(self) -> TimingTable:
         """The step times of the strategy in use."""
         return self._timings.table(self._current.strategy)
+
+    def _is_timed(self) -> bool:
+        """Return whether steps of the very batch in use were timed often enough."""
+        counts = (
+            self._table.count(self._timings.key(self._current, measured=x)) for x in (False, True)
+        )
+        return max(counts) >= MIN_COUNT and self._current.micro_batch_size in self._timed
 
     @property
     def _timed(self) -> Collection[int]:

@@ -83,6 +83,7 @@ class StrategyCompiler:
         self._reach = reach
         self._background = background
         self._compile_more = compile_more
+        self._hurried: int | None = None  # size that training waits for; replaced as a whole
         self._lock = threading.Lock()  # guards everything below
         self._current = plan.start
         self._plans = {plan.start.strategy: plan}
@@ -93,7 +94,6 @@ class StrategyCompiler:
         self._num_preparing = 0  # strategies that are being prepared now
         self._turns = {name: threading.Lock() for name in engines}
         self._is_closed = False
-        self._is_hurried = False
         self._worker: Worker | None = None
         # How many sizes every process has settled, by strategy; None if there is one process.
         self.settled_everywhere: dict[str, int] | None = None
@@ -227,7 +227,7 @@ class StrategyCompiler:
         self.compiler(config.strategy).adopt(config.micro_batch_size)
 
     def measures_near(self, strategy: str) -> bool:
-        """Whether the noise can be measured at the size in use, or at one near by."""
+        """Whether steps of the size in use, or of one nearby, can measure the noise by now."""
         return self.compiler(strategy).measures_near
 
     @property
@@ -239,16 +239,18 @@ class StrategyCompiler:
         """Compile one more micro-batch size in the background."""
         self.compiler(self._current.strategy).compile_next(size)
 
-    def hurry(self, is_hurried: bool) -> None:
-        """Have training wait for what is being compiled (`wait_if_hurried`), or no longer."""
-        self._is_hurried = is_hurried
+    def hurry(self, size: int | None) -> None:
+        """Have training wait for a size of the strategy in use (`wait_if_hurried`), or for none."""
+        if size is not None and size != self._hurried:
+            logging.info("training waits until steps of %d samples per replica are compiled", size)
+        self._hurried = size
 
     def wait_if_hurried(self, timeout_s: float) -> bool:
-        """Wait until what training should wait for is compiled; True if `timeout_s` is over before."""
-        if not self._is_hurried:
+        """Wait for the size that training waits for; True if it is not there after `timeout_s`."""
+        size = self._hurried
+        if size is None:
             return False
-        compiler = self.compiler(self._current.strategy)
-        return compiler.is_busy and not compiler.wait(timeout_s)
+        return not self.compiler(self._current.strategy).wait_for(size, timeout_s)
 
     def start(self) -> None:
         """Compile other micro-batch sizes, and then other strategies, in the background from now on."""
@@ -510,6 +512,7 @@ class CompilationStarter:
         """Note that a step is done; `is_trial` says whether its batch is only tried."""
         strategies, size = self._strategies, self._explorer.compiling
         if size is not None and strategies.compiler(self._strategy).is_done(size):
+            strategies.hurry(None)
             self._explorer.compiled(strategies.engine(self._strategy).compile_s(size), table)
         if is_trial or ticket.config != self._latest:
             self._latest, self._num_steps = ticket.config, 0
@@ -568,10 +571,18 @@ class CompilationStarter:
         num_plain = strategies.num_plain(strategy)
         if not alone:
             num_plain = WHOLE * max(len(sizes) - len(settled), 1)
+        # What would be compiled before it, to measure the noise, is not worth waiting for.
+        may_hurry = alone and strategies.measures_near(strategy)
         found = self._explorer.next(
-            situation, sizes, settled, table, now_s=now_s, num_plain=num_plain
+            situation,
+            sizes,
+            settled,
+            table,
+            now_s=now_s,
+            num_plain=num_plain,
+            may_hurry=may_hurry,
         )
-        strategies.hurry(self._explorer.is_hurried and alone)
+        strategies.hurry(self._explorer.compiling if self._explorer.is_hurried else None)
         if found is not None and alone:
             self._strategy = strategy
             if not strategies.measures_near(strategy):  # whether the size is tried depends on it

@@ -233,7 +233,7 @@ class SizeCompiler:
 
     @property
     def measures_near(self) -> bool:
-        """Whether the noise can be measured at the size in use, or within a factor `reach` of it."""
+        """Whether steps of the size in use, or within a factor `reach` of it, can measure the noise."""
         with self._changed:
             return self._measures_near()
 
@@ -321,6 +321,19 @@ class SizeCompiler:
                 lambda: not self._is_waiting() or self._error is not None, timeout_s
             )
 
+    def wait_for(self, size: int, timeout_s: float) -> bool:
+        """Wait until a size is compiled, or will not be; False if `timeout_s` is over before."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: (
+                    self._is_done(size)
+                    or size not in self._order[: self._num_to_do()]
+                    or self._is_closed
+                    or self._error is not None
+                ),
+                timeout_s,
+            )
+
     def close(self) -> None:
         """Stop compiling in the background; waits for the program that is being compiled."""
         worker = self._stop()
@@ -375,7 +388,7 @@ class SizeCompiler:
         """Compile what is most urgent, one thing per call; False if nothing is waiting.
 
         Urgent programs come first, then the measuring program of the size in use, then the next size. If the
-        noise was measured at a size near by, and single sizes are asked for, the next size comes first.
+        noise can be measured at a size nearby, and single sizes are asked for, the next size comes first.
         """
         if urgent := self._urgent:
             self._compile_optional(

@@ -146,7 +146,8 @@ class Explorer:
         """Whether a compiled size is about to be tried, as last decided."""
         self.is_hurried = False
         """Whether training should wait for what is being compiled, as last decided."""
-        self._may_hurry = delay >= FEW_CORES_DELAY
+        self._has_few_cores = delay >= FEW_CORES_DELAY
+        self._was_hurried = False  # at any time since the size that is being compiled was chosen
         self._compile_s = compile_s
         self._delay, self._least_delay = delay, least_delay
         self._began_s = began_s
@@ -168,34 +169,36 @@ class Explorer:
         *,
         now_s: float,
         num_plain: float = 1.0,
+        may_hurry: bool = True,
     ) -> NextSize | None:
         """Return the size to compile now, if any, and charge its price. See `Hopes.next_size`.
 
         `num_plain` is how many times as long as one plain step everything takes that is then compiled, and
-        `now_s` the time. None until the size before is compiled.
+        `now_s` the time; `may_hurry` says whether training can wait for it. None until the size before is
+        compiled.
         """
         left_s, passed_s = situation.left_s, now_s - self._began_s
+        self.is_hurried = False
         if math.isnan(left_s):
             return None
         hopes = Hopes.of(situation, sizes, table)
-        self.is_hurried = self._may_hurry and is_known(situation.grad)
+        may_hurry &= self._has_few_cores and is_known(situation.grad)
         if self.compiling is not None:
-            self.is_hurried &= hopes.of_size(self.compiling) >= HURRY
+            self.is_hurried = may_hurry and hopes.of_size(self.compiling) >= HURRY
+            self._was_hurried |= self.is_hurried
             return None
         self.is_trial_due = hopes.is_trial_due
         found = hopes.next_size(settled)
-        self.is_hurried &= found is not None and found.hope >= HURRY
         if found is None:
             least = percent(situation.caution.min_gain)
             self.outlook = f"no size left to compile may gain the {least} that a change must bring"
             return None
-        trial_s = _trial_s(situation, found)
-        price_s = num_plain * self._compile_s * self._delay + trial_s
+        trial_s, is_hurried = _trial_s(situation, found), may_hurry and found.hope >= HURRY
+        price_s = num_plain * self._compile_s * (1.0 if is_hurried else self._delay) + trial_s
         saving_s = left_s * (1 - 1 / found.hope)
         what = f"compiling and trying micro-batches of {found.size}"
         price = f"training by about {roughly(price_s)}, and may save up to {roughly(saving_s)}"
         if not self.account.allows(price_s, saving_s=saving_s, passed_s=passed_s, left_s=left_s):
-            self.is_hurried = False
             allowed_s = self.account.state(passed_s, left_s).allowance_s(price_s, saving_s)
             limit = f"but only {roughly(allowed_s)} may be spent on that now"
             if not allowed_s > 0:
@@ -205,8 +208,9 @@ class Explorer:
             self.outlook = f"{what} would delay {price} of the {roughly(left_s)} left, {limit}"
             return None
         self.outlook = f"{what} delays {price} of the {roughly(left_s)} left"
-        if self.is_hurried:
+        if is_hurried:
             self.outlook += "; training waits for it"
+        self.is_hurried = self._was_hurried = is_hurried
         # Steps beside a compilation take longer than the ones that are left.
         total_s = math.nan if situation.disturbed else passed_s + left_s
         self.account.spend(price_s, total_s=total_s)
@@ -222,14 +226,16 @@ class Explorer:
         self.compiling, real_s = None, 0.0
         self.is_trial_due = took_s > 0  # until it is decided again
         if took_s > 0:
-            # Beside training it takes longer, and a smaller share of that delays training.
-            self._compile_s, self._delay = took_s, min(self._delay, ASSUMED_DELAY)
-            longer = table.disturbance()
-            if not math.isnan(longer):
-                self._delay = max(1 - 1 / (1 + max(longer, 0.0)), self._least_delay)
-            delay = 1.0 if self.is_hurried else self._delay
+            self._compile_s, delay = took_s, 1.0
+            if not self._was_hurried:
+                # Beside training it takes longer, and a smaller share of that delays training.
+                self._delay = min(self._delay, ASSUMED_DELAY)
+                longer = table.disturbance()
+                if not math.isnan(longer):
+                    self._delay = max(1 - 1 / (1 + max(longer, 0.0)), self._least_delay)
+                delay = self._delay
             real_s = self._num_plain * took_s * delay + self._trial_s
-        self.is_hurried = False
+        self.is_hurried = self._was_hurried = False
         self.account.spend(real_s - self._charged_s)
 
 
@@ -292,8 +298,8 @@ class Hopes:
         return bool((self.gains[self.is_untried] >= self.least).any())
 
     def of_size(self, size: int) -> float:
-        """Return the optimistic gain of one of the sizes."""
-        return float(self.gains[list(self.sizes).index(size)])
+        """Return the optimistic gain of a size; 0 if it is of another strategy."""
+        return float(self.gains[np.asarray(self.sizes) == size].max(initial=0.0))
 
     def next_size(self, settled: Collection[int]) -> NextSize | None:
         """Return the size that is not compiled and promises most; None without a gain, or before a trial.

@@ -417,6 +417,30 @@ def test_a_signal_below_its_error_biases_the_worth_of_a_sample_little(level, num
     assert abs(statistics.mean(off)) < 0.42
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    num_dead=st.integers(0, 6),
+    share=st.floats(math.log(1e-9), math.log(1e-3)).map(math.exp),
+    ratio=st.floats(math.log(0.01), math.log(1.0)).map(math.exp),
+)
+def test_groups_without_gradient_and_tiny_ones_change_nothing_for_others(num_dead, share, ratio):
+    """Beside a table that is all noise: unused parameters, and a bias whose signal is known."""
+    table = np.array([[0.1], [0.3], [1.0]])  # measured, error, noise
+    dead = np.zeros((3, num_dead))
+    bias = share * np.array([[ratio], [0.1 * ratio], [1.0]])
+
+    def expected(*groups):
+        measured, error, noise_ = jnp.asarray(np.concatenate(groups, axis=1), jnp.float32)
+        return np.asarray(noise._expected_signals(measured, error, noise_))
+
+    alone, beside, known = expected(table), expected(table, dead), expected(table, bias)
+    np.testing.assert_allclose(beside[0], alone[0], rtol=1e-4)
+    np.testing.assert_allclose(known[1], share * ratio, rtol=0.1)
+    # A bias that was measured well says the same of the table, however small it is.
+    moderate = expected(table, 0.01 / share * bias)
+    np.testing.assert_allclose(known[0], moderate[0], rtol=0.01)
+
+
 def test_small_groups_that_cannot_be_told_from_none_do_not_speak_for_the_others():
     """A bias of one entry: what it varies by is all that can be seen of it."""
     sqr, var = np.array([1.0, 0.001]), np.array([400.0, 1.0])
@@ -430,7 +454,7 @@ def test_small_groups_that_cannot_be_told_from_none_do_not_speak_for_the_others(
     np.testing.assert_allclose(efficiency(noise.expected_groups(state), 16.0), exact, rtol=0.15)
 
 
-def test_no_signal_at_all_is_a_lower_bound():
+def test_without_any_signal_the_noise_scale_is_large_and_a_guess():
     state = of_groups([-1.0, -2.0], [4.0, 400.0], noisy=0.01)
     groups = noise.expected_groups(state)
     assert float(noise.num_seen(state)) == 0

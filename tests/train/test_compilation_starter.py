@@ -32,8 +32,9 @@ from jaxgoodput.train.duties.reading import LOOK_S, BatchReader
 from jaxgoodput.train.prepare import PreparedRun
 from jaxgoodput.train.watcher import Ticket
 from jaxgoodput.tune.block_times import SHORT_S
-from jaxgoodput.tune.exploring import EARNINGS
+from jaxgoodput.tune.exploring import EARNINGS, Explorer, NextSize
 from jaxgoodput.tune.timings import TimingTable
+from jaxgoodput.tune.verdict import Situation
 
 CONFIGS = [
     BatchConfig(num_replicas=1, micro_batch_size=4**k, num_micro_batches=1) for k in range(3)
@@ -198,19 +199,28 @@ def test_training_waits_for_what_is_hurried_until_it_is_compiled_or_a_stop_is_du
     engine = Scripted()
     sizes = sizes_of(engine)
     sizes.near(4)
-    strategies: Any = mock.Mock(spec=StrategyCompiler, _is_hurried=False)
+    strategies: Any = mock.Mock(spec=StrategyCompiler, _hurried=None)
     strategies._current = CONFIGS[0]
     strategies.compiler.return_value = sizes
     strategies.hurry = partial(StrategyCompiler.hurry, strategies)
     strategies.wait_if_hurried = partial(StrategyCompiler.wait_if_hurried, strategies)
     start: Any = mock.Mock(spec=PreparedRun, strategies=strategies, now=mock.Mock())
-    start.now.paused = contextlib.nullcontext
+    paused: list[bool] = []
+
+    @contextlib.contextmanager
+    def pausing():
+        paused.append(True)
+        yield
+
+    start.now.paused = pausing
     reader: Any = mock.Mock(spec=BatchReader, start=start, ledger=TimeLedger(SystemClock()))
     give_way, looks = partial(BatchReader._give_way, reader), []
     engine.may_go.clear()
     sizes.compile_next(16)
     give_way(lambda: looks.append(0))  # not hurried
-    strategies.hurry(True)
+    strategies.hurry(64)
+    give_way(lambda: looks.append(0))  # not to be compiled
+    strategies.hurry(16)
 
     def stop():
         raise Stopping
@@ -225,6 +235,37 @@ def test_training_waits_for_what_is_hurried_until_it_is_compiled_or_a_stop_is_du
             engine.may_go.set()
 
     give_way(look)
-    assert len(looks) >= 3 and 16 in sizes.ready()
+    assert len(looks) >= 3 and 16 in sizes.ready() and paused
     assert reader.ledger.snapshot()["compilation"] >= 2 * LOOK_S
     sizes.close()
+
+
+@given(*[st.booleans()] * 4)
+def test_training_waits_for_no_size_but_the_one_that_is_being_compiled(
+    alone, is_near, wants, is_done
+):
+    """Never beside other processes, nor for what would measure the noise before it."""
+    strategies: Any = mock.Mock(spec=StrategyCompiler, delay=0.9, least_delay=0.1)
+    strategies.compiles_one_by_one, strategies.num_strategies = alone, 1
+    strategies.measures_near.return_value = is_near
+    strategies.num_plain.return_value = 1.0
+    strategies.sizes.return_value, strategies.settled.return_value = (4, 16), (4,)
+    starter = CompilationStarter(strategies, 1.0, 0.0, explores=True)
+    explorer: Any = mock.Mock(spec=Explorer, compiling=16)
+    starter._explorer = explorer
+
+    def next_size(*_, may_hurry, **__):
+        explorer.is_hurried = may_hurry and wants
+        return NextSize(size=16, hope=3.0)
+
+    explorer.next = next_size
+    table: Any = mock.Mock(spec=TimingTable)
+    now: Any = mock.Mock(spec=Situation, step=1)
+    starter.consider(now, table, strategy="", now_s=1.0, of_all=False)
+    waits = alone and is_near and wants
+    strategies.hurry.assert_called_once_with(16 if waits else None)
+    strategies.compiler.return_value.is_done.return_value = is_done
+    ticket: Any = mock.Mock(spec=Ticket, num_together=1, began_s=0.0, config=CONFIGS[0])
+    explorer.is_trial_due = False
+    starter.stepped(ticket, table, is_trial=True)
+    assert (strategies.hurry.call_args == mock.call(None)) is (is_done or not waits)

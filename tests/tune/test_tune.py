@@ -111,7 +111,7 @@ def test_nothing_changes_before_there_are_step_times():
     assert verdict.gain == 1.0 and math.isnan(verdict.goodput) and verdict.statistics_every == 7
 
 
-def test_a_lower_bound_of_the_noise_speaks_for_no_smaller_batch():
+def test_a_guess_of_the_noise_speaks_for_no_smaller_batch():
     """Measured, the same moments send the batch down; growing is judged as usual."""
     quiet = {"grad": QUIET, "current": at(512), "timed": READY}
     assert decide(**quiet).config.global_batch_size < 512
