@@ -265,6 +265,12 @@ def _search(situation: Situation) -> Verdict:
     sizes = sorted({*here.ready, current.micro_batch_size})
     config, best = best_batch(here.model(grad), here.placement, allowed, micro_batch_sizes=sizes)
     config = dataclasses.replace(config, strategy=current.strategy)
+    tried, least = here.goodput(current, grad), 1 + situation.caution.min_gain
+    if tried >= least * now and best < least * tried:
+        config, best = (
+            current,
+            tried,
+        )  # a trial that succeeds is kept, unless another promises clearly more
     if not math.isfinite(best):
         return situation.keep(f"keep: the model cannot predict any batch yet; {at}", now)
     if config == home:

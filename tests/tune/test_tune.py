@@ -263,6 +263,28 @@ def test_a_probe_must_pay_if_time_grew_as_an_optimist_assumes(scale, probes):
     assert decide(grad, timed=(32,)).reason.startswith("probe")
 
 
+@given(ratio=st.floats(math.log(0.1), math.log(1e3)).map(math.exp))
+def test_a_trial_that_succeeds_is_kept_unless_another_size_promises_clearly_more(ratio):
+    """One that was never timed, behind a knee perhaps, is not leapt to for a gain that no change is worth."""
+    grad = GradParams(sqr=1.0, var=ratio)
+    model = GoodputModel(perf=PERF, grad=grad, base_batch_size=32)
+    here = Placement(num_nodes=1, num_replicas=1)
+    home, tried, *others = (
+        float(model.goodput(here, size)) for size in (32, 128, 32, 64, 256, 512)
+    )
+    verdict = decide(
+        grad,
+        current=at(128),
+        tried_from=at(32),
+        timed=(32, 128),
+        ready=(32, 64, 128, 256, 512),
+        accumulate=False,
+    )
+    least = 1 + BOLD.min_gain
+    if tried >= least * home:
+        assert (verdict.config == at(128)) is (max(others) < least * tried)
+
+
 @given(
     flat=st.floats(1e-3, 1.0),
     slope=st.floats(0, 1e-2),
