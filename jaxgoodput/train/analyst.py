@@ -8,7 +8,7 @@ which may lag behind without delaying the analyst.
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -36,7 +36,6 @@ from jaxgoodput.tune.exploring import AccountState
 from jaxgoodput.tune.payoff import RunLength
 from jaxgoodput.tune.remembered import BatchHistory, ProgramMemory
 from jaxgoodput.tune.timings import (
-    MIN_COUNT,
     FeedingTimes,
     StrategyTimings,
     TimingRow,
@@ -286,7 +285,9 @@ class Analyst:
             now_s,
             step,
             is_trial=self._trials.is_running,
-            is_timed=self._is_timed,
+            is_timed=lambda: self._timings.is_timed(
+                self._current, clean=not self._due.is_disturbed
+            ),
             is_known=is_known,
             has_fit=self._fit is not None,
             has_drifted=lambda: has_drifted(self._due.judged, self._situation(step)),
@@ -428,7 +429,7 @@ class Analyst:
             limits=self._limits,
             placement=self._timings.placement(current),
             ready=self._strategies.ready(current.strategy),
-            timed=self._timed,
+            timed=self._timings.timed(current, clean=not self._due.is_disturbed),
             fit=self._fit,
             # A batch was prepared during a step, so that took no longer than the step.
             feeding=self._feeding.line(current.global_batch_size, step_s),
@@ -486,18 +487,6 @@ class Analyst:
     def _table(self) -> TimingTable:
         """The step times of the strategy in use."""
         return self._timings.table(self._current.strategy)
-
-    def _is_timed(self) -> bool:
-        """Return whether steps of the very batch in use were timed often enough."""
-        counts = (
-            self._table.count(self._timings.key(self._current, measured=x)) for x in (False, True)
-        )
-        return max(counts) >= MIN_COUNT and self._current.micro_batch_size in self._timed
-
-    @property
-    def _timed(self) -> Collection[int]:
-        """The timed sizes of the strategy in use; beside a compilation, disturbed times count."""
-        return self._timings.timed(self._current, clean=not self._due.is_disturbed)
 
     @property
     def _limits(self) -> BatchLimits:

@@ -315,6 +315,15 @@ class StrategyTimings:
         table = self.table(config.strategy)
         return table.timed_sizes(self.num_nodes, config.num_replicas, clean=clean)
 
+    def is_timed(self, config: BatchConfig, *, clean: bool) -> bool:
+        """Return whether steps of this very configuration were timed often enough; `clean` as above."""
+        table, keys = (
+            self.table(config.strategy),
+            (self.key(config, measured=x) for x in (False, True)),
+        )
+        is_known = config.micro_batch_size in self.timed(config, clean=clean)
+        return is_known and any(table.count(key) >= MIN_COUNT for key in keys)
+
     def known(self, there: StrategyOption) -> StrategyOption:
         """Return the option `there` with its strategy's step times and last fit, if there is one."""
         strategy = there.config.strategy
