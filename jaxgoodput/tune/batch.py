@@ -209,10 +209,11 @@ def _later_probe(situation: Situation) -> Verdict | None:
     if not (hope >= 1 + situation.caution.min_gain and trial_pays(situation, probe, float(hope))):
         return None
     least_s = least_seconds(situation.seconds_by_size, [probe.micro_batch_size])[0]
-    lucks = ["the noise is larger than measured"] * (
-        probe.global_batch_size > current.global_batch_size
-    )
-    lucks += ["its steps are as short as those of other sizes allow"] * (not math.isnan(least_s))
+    lucks = []
+    if probe.global_batch_size > current.global_batch_size:
+        lucks.append("the noise is larger than measured")
+    if not math.isnan(least_s):
+        lucks.append("its steps are as short as those of other sizes allow")
     luck = " and ".join(lucks) or "the model is right"
     return situation.change(
         probe,
@@ -265,19 +266,16 @@ def _search(situation: Situation) -> Verdict:
     sizes = sorted({*here.ready, current.micro_batch_size})
     config, best = best_batch(here.model(grad), here.placement, allowed, micro_batch_sizes=sizes)
     config = dataclasses.replace(config, strategy=current.strategy)
+    # A trial that succeeds is kept, unless another batch promises clearly more.
     tried, least = here.goodput(current, grad), 1 + situation.caution.min_gain
     if tried >= least * now and best < least * tried:
-        config, best = (
-            current,
-            tried,
-        )  # a trial that succeeds is kept, unless another promises clearly more
+        config, best = current, tried
     if not math.isfinite(best):
         return situation.keep(f"keep: the model cannot predict any batch yet; {at}", now)
     if config == home:
         best_known = _already_best(situation, sizes, now)
-        tried = here.goodput(current, grad) / now
         if config != current and math.isfinite(tried):
-            found = effect(tried, is_measured=True)
+            found = effect(tried / now, is_measured=True)
             best_known = (
                 f"a batch of {current.global_batch_size} was tried and {found}; {best_known}"
             )

@@ -317,12 +317,11 @@ class StrategyTimings:
 
     def is_timed(self, config: BatchConfig, *, clean: bool) -> bool:
         """Return whether steps of this very configuration were timed often enough; `clean` as above."""
-        table, keys = (
-            self.table(config.strategy),
-            (self.key(config, measured=x) for x in (False, True)),
+        table = self.table(config.strategy)
+        counts = [table.count(self.key(config, measured=x)) for x in (False, True)]
+        return max(counts) >= MIN_COUNT and config.micro_batch_size in self.timed(
+            config, clean=clean
         )
-        is_known = config.micro_batch_size in self.timed(config, clean=clean)
-        return is_known and any(table.count(key) >= MIN_COUNT for key in keys)
 
     def known(self, there: StrategyOption) -> StrategyOption:
         """Return the option `there` with its strategy's step times and last fit, if there is one."""

@@ -136,13 +136,3 @@ def test_a_trial_is_judged_by_its_own_times_but_not_waited_for_without_end(timed
     run.go(100)
     expected = min(max(timed_after, PROBE_STEPS), PATIENCE * PROBE_STEPS)
     assert run.asked_at[0] - start == expected
-
-
-def test_a_trial_is_judged_after_its_few_steps():
-    run = Run()
-    run.state["is_trial"] = True
-    run.go(10)
-    run.due.asked(0.0, run.step, is_known=True)
-    run.asked_at.clear()
-    start = run.step + 1
-    assert run.go(PROBE_STEPS + 1, changed=True) == [start + PROBE_STEPS]
