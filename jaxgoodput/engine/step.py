@@ -534,6 +534,7 @@ def _checked(
     updates, _ = problem.tx.update(grads, state.opt_state, kept, value=loss, **about)
     zero = jnp.zeros((), share.dtype)
     norm, lost = zero, zero
+    alike: dict[tuple[int, ...], tuple[Any, Any]] = {}  # sums over small leaves of one shape
     for g, u in zip(jax.tree.leaves(total.grads), jax.tree.leaves(updates), strict=True):
         square = jnp.square(g.real) + jnp.square(g.imag) if jnp.iscomplexobj(g) else g * g
         square = square.astype(share.dtype)
@@ -542,10 +543,14 @@ def _checked(
         if cut or g.size > SMALL:
             # The compiler would gather a leaf that is cut for a joint sum, which would also lose digits in
             # millions of elements.
-            sums = jnp.sum(square), jnp.sum(none)
-        else:  # one operation instead of two
-            pair = (square, jnp.broadcast_to(none, square.shape))
-            sums = jax.lax.reduce(pair, (zero, zero), noise.added, range(square.ndim))
+            norm, lost = norm + jnp.sum(square) * share**2, lost + jnp.sum(none)
+        else:
+            others = alike.get(g.shape, (zero, zero))
+            alike[g.shape] = (others[0] + square, others[1] + none)
+    for square, none in alike.values():
+        # One operation for both sums, and for all leaves of a shape: hundreds of them take long to compile.
+        pair = (square, jnp.broadcast_to(none, square.shape))
+        sums = jax.lax.reduce(pair, (zero, zero), noise.added, range(square.ndim))
         norm, lost = norm + sums[0] * share**2, lost + sums[1]
     return norm, jnp.isfinite(lost)
 
