@@ -361,7 +361,7 @@ class _Adaptive:
                 **options,
             )
 
-        noise = self._in_units_of_loss(self._with_averages_only(noise, updates), updates)
+        noise = self._in_units_of_loss(self._with_one_kind(noise, updates), updates)
         names, group_of_leaf = noises.leaf_groups(self.seen(updates))
         labels_seen = self.seen(noises.label_indices(self.labels, updates))
         by_label = noise.pooled(jax.tree.leaves(labels_seen), own.noise.current.sqr.size - 1)
@@ -390,16 +390,25 @@ class _Adaptive:
         trusted = noises.expected_groups(groups, **cautious)
         return Findings(readout=NoiseReadout.of(noise, groups), trusted=trusted, by_label=by_label)
 
-    def _with_averages_only(self, noise: NoiseSample, updates: PyTree) -> NoiseSample:
-        """Return the sample with the second moments that are averages, as Adam's, and 0 for other leaves."""
+    @property
+    def _has_averages(self) -> bool:
+        """Whether any second moment is an average, as Adam's; if not, all that are followed are sums."""
+        return any(decay not in (None, 1) for decay in self.rule.second_moment_decays)
+
+    def _with_one_kind(self, noise: NoiseSample, updates: PyTree) -> NoiseSample:
+        """Return the sample with the second moments that are averages, if there are any, or else sums.
+
+        Other leaves have 0: `new_squares` is for both kinds alike, and means different things for them.
+        """
         if noise.moment is None:
             return noise
         leaves, structure = jax.tree.flatten(updates)
         decays = [self.rule.second_moment_decays[i] for i in self.rule.of_leaves(len(leaves))]
         # Rows of tables, which come last, are divided by optimizers of their own.
         num_own = len(self.rule.rule_of_leaf) or len(leaves)
-        averaged = [i < num_own and x not in (None, 1) for i, x in enumerate(decays)]
-        kept = jax.tree.leaves(self.seen(jax.tree.unflatten(structure, averaged)))
+        others = (None, 1) if self._has_averages else (None,)
+        followed = [i < num_own and x not in others for i, x in enumerate(decays)]
+        kept = jax.tree.leaves(self.seen(jax.tree.unflatten(structure, followed)))
         return dataclasses.replace(noise, moment=jnp.where(jnp.array(kept), noise.moment, 0))
 
     def _in_units_of_loss(self, noise: NoiseSample, updates: PyTree) -> NoiseSample:
@@ -519,8 +528,15 @@ class _Adaptive:
             moment, weight = own.second_moment[part.where], own.moment_weight[i]
             own_gains = 1.0 if decay is None else part.labels_of(gains)
             if decay == 1:  # a sum over all updates, of which base batches would have made more
+                # What an update adds, and what a base batch would have added, relative to the sum. Unless
+                # measured, each base batch would have added as much as any before.
+                signal, noise = own.new_squares * (not self._has_averages)
+                now = jnp.maximum(signal + noise / scale, 0)
+                then = jnp.maximum(signal + noise, 0)
+                measured = moment * (1 + now) / (1 + moment * then * own_gains * held_back)
                 summed = own.progress * moment + 1 / own_gains
-                moment = summed / (own.progress + own_gains * held_back)
+                likely = summed / (own.progress + own_gains * held_back)
+                moment = jnp.where(noise > 0, measured, likely)
             elif decay is not None:
                 kept = decay ** (worth * held_back if self.long_averages else 1.0)
                 new = 1 - kept

@@ -492,6 +492,45 @@ def test_a_sum_of_squares_lags_behind_as_well():
     np.testing.assert_allclose(find(state).second_moment, [truth], rtol=0.05)
 
 
+@functools.cache
+def adagrad_that_measures() -> Any:
+    tx = wrap(optax.adagrad(1.0), rules.adam_scale, second_moment_decay=1.0, max_gain_growth=1e9)
+    return tx, jitted(tx)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    decays=st.floats(0.96, 1.0),
+    noise_to_signal=st.floats(0.5, 20.0),
+    scale=st.sampled_from([1, 4, 16]),
+    switch=st.integers(10, 60),
+)
+def test_a_sum_of_squares_of_gradients_that_shrink_is_that_of_the_early_ones(
+    decays, noise_to_signal, scale, switch
+):
+    """Most of Adagrad's sum is from before the batch grew, so later updates need not be smaller for it.
+
+    The tracked ratio is that of the sum to the one that base batches would have made up to this progress.
+    """
+    tx, step = adagrad_that_measures()
+    state = tx.init(PARAMS)
+    made = at_base = 1.0
+    for i in range(150):
+        size = scale if i >= switch else 1
+        signal = decays ** float(state.own.tree.progress)
+        var = noise_to_signal * signal
+        # Of two elements with equal sums, one in each leaf.
+        root = np.float32(made**0.5)
+        said = sample(signal / root, var / root, num_samples=size * BASE)
+        said = dataclasses.replace(said, moment=jnp.full(2, root / 2))
+        before = float(state.own.tree.progress)
+        _, state = step(gradients(i), state, size * BASE, said)
+        made += signal + var / size
+        at_base += (signal + var) * (float(state.own.tree.progress) - before)
+    found = float(find(state).second_moment[0])
+    np.testing.assert_allclose(found, made / at_base, rtol=0.1)
+
+
 @pytest.mark.parametrize("scale", [0.5, 1, 3])
 def test_a_rule_is_told_the_moments_of_one_group_that_is_worth_as_much(scale):
     seen = []
