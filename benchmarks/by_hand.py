@@ -101,6 +101,8 @@ class Stretch:
     """Samples before it."""
     at_s: float
     """When its first step was dispatched, since the clock began."""
+    measured: int | None = None
+    """Steps before the first one that measured the noise, from the first of these; None: none did."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,6 +294,12 @@ class RefereedLoop(Loop):
                 Stretch(batch=size, step=done.step, samples=done.samples, at_s=passed[0])
             )
         super()._dispatch(batch)
+
+    def _is_measured(self, batch):
+        is_measured, last = super()._is_measured(batch), self.stretches[-1]
+        if is_measured and last.measured is None:
+            self.stretches[-1] = dataclasses.replace(last, measured=self.now.step - last.step)
+        return is_measured
 
     def _evaluate(self):
         if self.over or self.referee.left(self.now.samples) > 0:
@@ -554,7 +562,8 @@ def told(side: Side, seed: int, outcome: Outcome) -> str:
         each_ms = seconds / steps * 1e3 if steps else math.nan
         parts.append(
             f"{begin.batch} from {begin.at_s:.2f} s (sample {begin.samples}) for {steps} steps of "
-            f"{each_ms:.2f} ms"
+            f"{each_ms:.2f} ms, "
+            + ("no noise" if begin.measured is None else f"noise after {begin.measured}")
         )
     buckets = {k: v for k, v in outcome.buckets.items() if v > 0.005}
     lines = [

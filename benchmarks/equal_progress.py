@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import everyday
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -40,8 +41,12 @@ corpora: Any = importlib.import_module("corpora")
 quickstart: Any = importlib.import_module("quickstart")
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("workloads", ["mlp", "cnn", "decoder"], "Which tables.")
-flags.DEFINE_list("optimizers", ["sgd", "adamw", "adagrad", "lion", "muon"], "Which optimizers.")
+flags.DEFINE_list("workloads", ["mlp", "cnn", "decoder", "ratings"], "Which tables.")
+flags.DEFINE_list(
+    "optimizers",
+    ["sgd", "adamw", "adagrad", "adagrad_1e-6", "lion", "muon"],
+    "Which optimizers.",
+)
 flags.DEFINE_integer("seeds", 5, "Runs of each side.")
 flags.DEFINE_list("factors", ["4", "16"], "How much the batch grows.")
 flags.DEFINE_string("rule", "", "A rule of jaxgoodput.rules instead of the one chosen.")
@@ -103,6 +108,8 @@ class Workload:
     rates: dict[str, float]
     warm_up: float = 0.0
     """The share of the base steps in which the rate rises; a cosine follows."""
+    is_constant: bool = False
+    """Whether the rate stays as it is instead."""
 
 
 WORKLOADS = {
@@ -132,11 +139,21 @@ WORKLOADS = {
         {"adamw": 6e-3, "muon": 2e-2},
         warm_up=1 / 16,
     ),
+    "ratings": Workload(
+        everyday.Ratings,
+        256,
+        45_000,
+        "held_out",
+        False,
+        {"adagrad_1e-6": 0.05},
+        is_constant=True,
+    ),
 }
 OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
     "sgd": lambda rate: optax.sgd(rate, momentum=0.9),
     "adamw": lambda rate: optax.adamw(rate, weight_decay=0.01),
     "adagrad": lambda rate: optax.adagrad(rate, initial_accumulator_value=1e-4),
+    "adagrad_1e-6": lambda rate: optax.adagrad(rate, initial_accumulator_value=1e-6),
     "lion": lambda rate: optax.lion(rate, weight_decay=0.01),
     "muon": lambda rate: optax.contrib.muon(rate),
 }
@@ -167,7 +184,9 @@ def run(
     steps, base = workload.base_steps, workload.base
     rate, rising = workload.rates[optimizer], round(steps * workload.warm_up)
     schedule = optax.cosine_decay_schedule(rate, steps)
-    if rising:
+    if workload.is_constant:
+        schedule = optax.constant_schedule(rate)
+    elif rising:
         schedule = optax.warmup_cosine_decay_schedule(0.0, rate, rising, steps)
 
     class Trained(workload.trainer):

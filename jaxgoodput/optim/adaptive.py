@@ -24,7 +24,8 @@ of the ratio, so the factor is multiplied by it. How fast the moment shrinks dep
 are beside it, which noise samples say: early in training it is full of larger gradients, which no batch
 removes. (If the moments did not move, Adam would be a fixed
 preconditioner, for which AdaScale's factor, the gain itself, is right. Adagrad's sum grows more slowly per
-update by the gain, and there are fewer updates by the gain, so in the long run its factor is 1.)
+update by the gain, and there are fewer updates by the gain, so in the long run its factor is 1. How long that
+takes is measured in the same way: the more of the sum is from early gradients, the longer.)
 
 Progress grows by what the batch is worth in base batches (`GradGroups`), whatever the rule, reduced by the
 share that `max_gain_growth` holds back. Before every update, schedules in `tx` are set to floor(progress).
