@@ -208,11 +208,11 @@ def _later_probe(situation: Situation) -> Verdict | None:
     probe, hope = options[int(np.argmax(hopes))], hopes.max() / gains(timed).max(initial=1.0)
     if not (hope >= 1 + situation.caution.min_gain and trial_pays(situation, probe, float(hope))):
         return None
-    least_s = least_seconds(situation.seconds_by_size, [probe.micro_batch_size])[0]
+    hoped_s = hoped_seconds(situation.seconds_by_size, [probe.micro_batch_size])[0]
     lucks = []
     if probe.global_batch_size > current.global_batch_size:
         lucks.append("the noise is larger than measured")
-    if not math.isnan(least_s):
+    if not math.isnan(hoped_s):
         lucks.append("its steps are as short as those of other sizes allow")
     luck = " and ".join(lucks) or "the model is right"
     return situation.change(
@@ -429,29 +429,33 @@ def modelled_gain(situation: Situation, sizes: Sequence[int], batches: np.ndarra
     """Return the same guess, `[sizes, counts]`, by the fitted step times: use it once two sizes are timed.
 
     `batches` are of one or more micro-batches of each size, in samples. A size that was never timed, between
-    two that were, may be as fast as these allow.
+    two that were, may be as fast as one hopes for by these.
     """
     here, current, limits = situation.here, situation.current, situation.here.limits
     model = here.model(situation.grad)
     each = np.asarray(sizes)[:, None]
     counts = batches // (each * current.num_replicas)
     there = np.asarray(model.throughput(here.placement, each, counts))
-    least_s = least_seconds(situation.seconds_by_size, sizes)[:, None]
-    there = np.where(counts == 1, np.fmax(there, batches / least_s), there)
+    hoped_s = hoped_seconds(situation.seconds_by_size, sizes)[:, None]
+    there = np.where(counts == 1, np.fmax(there, batches / hoped_s), there)
     now = model.throughput(here.placement, current.micro_batch_size, current.num_micro_batches)
     worth = _optimistic_worth(situation, current.global_batch_size, batches)
     hope = there / float(now) * worth
     return np.where((batches >= limits.smallest) & (batches <= limits.max), hope, 0.0)
 
 
-def least_seconds(seconds_by_size: Mapping[int, float], sizes: Sequence[int]) -> np.ndarray:
-    """Return a lower bound of the step time of each size, `[sizes]`, assuming that it is convex in the size.
+def hoped_seconds(seconds_by_size: Mapping[int, float], sizes: Sequence[int]) -> np.ndarray:
+    """Return the step time that one may hope for with each size, `[sizes]`, between two that were timed.
 
-    A line through the next two timed sizes below it, or above it, then runs below its time. NaN for sizes
-    that were timed, or are not between two that were.
+    The time is assumed to be convex in the size, so a line through the next two timed sizes below, or above
+    it, runs below its time. If these say nothing, the time may be that of the smaller neighbour up to a knee,
+    and on a line to the larger one from there on. The knee is as likely at any size between them (by its
+    logarithm), and what one expects of the speed is a mean of both cases. NaN for other sizes.
 
-    >>> least_seconds({16: 0.02, 64: 0.02, 256: 0.08, 512: 0.16}, [64, 128])  # a knee may be at 64
+    >>> hoped_seconds({16: 0.02, 64: 0.02, 256: 0.08, 512: 0.16}, [64, 128])  # a knee may be at 64
     array([ nan, 0.04])
+    >>> hoped_seconds({16: 0.02, 64: 0.16}, [32, 48]).round(3)  # 32 is worth a trial before 48
+    array([0.031, 0.058])
     """
     found = np.full(len(sizes), np.nan)
     timed = sorted(seconds_by_size.items())
@@ -461,9 +465,15 @@ def least_seconds(seconds_by_size: Mapping[int, float], sizes: Sequence[int]) ->
         below = [x for x in timed if x[0] < size]
         above = [x for x in timed[::-1] if x[0] > size]
         if below and above:
-            at = [_line(pair[-2:], size) for pair in (below, above)]
-            between = _line((below[-1], above[-1]), size)
-            found[i] = min(max(below[-1][1], *at), between)
+            most_s = _line((below[-1], above[-1]), size)
+            smaller, larger = below[-1], above[-1]
+            least_s = max(_line(pair[-2:], size) for pair in (below, above))
+            share = 0.0
+            if least_s < smaller[1]:
+                least_s = smaller[1]
+                share = math.log(size / smaller[0]) / math.log(larger[0] / smaller[0])
+            least_s = min(least_s, most_s)
+            found[i] = 1 / ((1 - share) / least_s + share / most_s)
     return found
 
 

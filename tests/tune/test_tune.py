@@ -21,7 +21,7 @@ from jaxgoodput.tune.batch import (
     MOST_DISTURBED,
     OPTIMISM,
     REPAYMENT,
-    least_seconds,
+    hoped_seconds,
     tune,
 )
 from jaxgoodput.tune.cadence import statistics_cadence
@@ -292,18 +292,33 @@ def test_a_trial_that_succeeds_is_kept_unless_another_size_promises_clearly_more
     curve=st.floats(0, 1e-5),
     timed=st.sets(st.sampled_from(READY), min_size=2),
 )
-def test_the_least_seconds_bound_every_time_that_grows_by_more_and_more(
-    flat, slope, knee, curve, timed
-):
-    """Lines with a knee and parabolas; a size between two timed ones has a bound, not below both times."""
+def test_hoped_seconds_are_possible(flat, slope, knee, curve, timed):
+    """Lines with a knee and parabolas: between two timed sizes a hope is neither below nor above a bound."""
     seconds = {n: flat + slope * max(n - knee, 0) + curve * n**2 for n in READY}
-    found = least_seconds({n: seconds[n] for n in timed}, READY)
-    for size, least_s in zip(READY, found, strict=True):
+    for size, hoped_s in zip(
+        READY, hoped_seconds({n: seconds[n] for n in timed}, READY), strict=True
+    ):
         is_between = min(timed) < size < max(timed) and size not in timed
-        assert is_between is not math.isnan(least_s)
+        assert is_between is not math.isnan(hoped_s)
         if is_between:
-            below = max(n for n in timed if n < size)
-            assert seconds[below] * (1 - 1e-9) <= least_s <= seconds[size] * (1 + 1e-9)
+            below, above = max(n for n in timed if n < size), min(n for n in timed if n > size)
+            line_s = np.interp(size, [below, above], [seconds[below], seconds[above]])
+            assert seconds[below] * (1 - 1e-9) <= hoped_s <= line_s * (1 + 1e-9)
+
+
+@given(
+    times=st.floats(1.01, 100.0),
+    sizes=st.lists(st.integers(17, 255), min_size=2, max_size=9, unique=True).map(sorted),
+)
+def test_of_sizes_on_the_way_to_one_that_is_slower_the_nearest_is_hoped_for(times, sizes):
+    """The larger neighbour takes more time for each sample: a leap to just below it is not worth a trial."""
+    hoped_s = hoped_seconds({16: 0.02, 256: 16 * times * 0.02}, sizes)
+    assert np.all(np.diff(hoped_s) > 0)
+    speeds = np.array(sizes) / hoped_s / (16 / 0.02)
+    if sizes[-1] >= 250:
+        assert speeds[-1] < 1.1
+    if sizes[0] <= 20:
+        assert speeds[0] > 1.0
 
 
 def test_a_size_beside_a_knee_is_tried_though_a_line_through_others_promises_little():
