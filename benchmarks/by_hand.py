@@ -102,7 +102,7 @@ class Stretch:
     at_s: float
     """When its first step was dispatched, since the clock began."""
     measured: int | None = None
-    """Steps before the first one that measured the noise, from the first of these; None: none did."""
+    """Steps of this stretch before the first that measured the noise; None: none did."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,7 +109,7 @@ class Workload:
     warm_up: float = 0.0
     """The share of the base steps in which the rate rises; a cosine follows."""
     is_constant: bool = False
-    """Whether the rate stays as it is instead."""
+    """Whether the rate is constant, without a cosine."""
 
 
 WORKLOADS = {

@@ -111,7 +111,7 @@ class Adaptation:
     """The optimizer's second moment, relative to its value with base batches, `[factors]`."""
     new_squares: Any
     """Latest measured signal and noise of the squared gradient at the base batch, `[2]`, relative to the
-    optimizer's second moment; zeros while unknown."""
+    optimizer's second moment: to averages, as Adam's, or to sums if there are none. Zeros while unknown."""
     moment_weight: Any
     """Divisor in Adam's bias correction, 1 - b2 to the power of the updates, `[rules]`."""
     base_batches: Any

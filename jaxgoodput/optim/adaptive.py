@@ -25,7 +25,8 @@ are beside it, which noise samples say: early in training it is full of larger g
 removes. (If the moments did not move, Adam would be a fixed
 preconditioner, for which AdaScale's factor, the gain itself, is right. Adagrad's sum grows more slowly per
 update by the gain, and there are fewer updates by the gain, so in the long run its factor is 1. How long that
-takes is measured in the same way: the more of the sum is from early gradients, the longer.)
+takes is measured in the same way, unless Adam is used beside it: the more of the sum is from early gradients,
+the longer. What is measured are gradients before any clipping.)
 
 Progress grows by what the batch is worth in base batches (`GradGroups`), whatever the rule, reduced by the
 share that `max_gain_growth` holds back. Before every update, schedules in `tx` are set to floor(progress).
@@ -301,7 +302,8 @@ class _Adaptive:
         scale = self._scale(own, global_batch_size)
         measured = self._measured(own, updates, scale, noise, biased)
         kinds, _ = self._factors_of(updates)
-        factors, progressed, second_moment, moment_weight = self._factors(measured, scale, kinds)
+        factors, progressed, after = self._factors(measured, scale, kinds)
+        second_moment, moment_weight, new_squares = after
         clocks = {
             "progress": (own.progress, own.progress_rest),
             "samples": (own.base_batches, own.base_batches_rest),
@@ -315,6 +317,7 @@ class _Adaptive:
             gain=factors,
             second_moment=second_moment,
             moment_weight=moment_weight,
+            new_squares=new_squares,
             base_batches=base_batches,
             base_batches_rest=base_batches_rest,
         )
@@ -475,10 +478,10 @@ class _Adaptive:
 
     def _factors(
         self, own: Adaptation, scale: Array, kinds: list[tuple[int, int]]
-    ) -> tuple[Array, Array, Array, Array]:
+    ) -> tuple[Array, Array, tuple[Array, Array, Array]]:
         """Return the factors of `kinds` (rule, label), and the base steps that this update is worth.
 
-        The last two values are `Adaptation.second_moment` and `moment_weight` after the update.
+        The last values are those of `_moments_after`.
         """
         as_one = _as_one(own.findings.trusted, scale)
         worth = adascale(scale, as_one)  # at most 1 if the noise is unknown
@@ -507,10 +510,8 @@ class _Adaptive:
         factors = jnp.minimum(wanted, jnp.maximum(own.gain, 1) * self.max_gain_growth)
         held_back = jnp.mean(jnp.where(wanted > 0, factors / jnp.where(wanted > 0, wanted, 1), 1))
         progressed = worth * held_back
-        second_moment, moment_weight = self._moments_after(
-            own, parts, gains, rated, worth, held_back
-        )
-        return factors, progressed, second_moment, moment_weight
+        after = self._moments_after(own, parts, gains, rated, worth, held_back)
+        return factors, progressed, after
 
     def _moments_after(
         self,
@@ -520,24 +521,30 @@ class _Adaptive:
         scale: Array,
         worth: Array,
         held_back: Array,
-    ) -> tuple[Array, Array]:
-        """Return `Adaptation.second_moment` and `moment_weight` after an update."""
+    ) -> tuple[Array, Array, Array]:
+        """Return `Adaptation.second_moment`, `moment_weight` and `new_squares` after an update."""
+        new_squares = own.new_squares
         if gains is None:  # no second moment follows the batch
-            return own.second_moment, own.moment_weight
-        moments, weights = [], []
+            return own.second_moment, own.moment_weight, new_squares
+        moments, weights, sum_growth = [], [], 1.0
         for i, (part, decay) in enumerate(zip(parts, self.rule.second_moment_decays, strict=True)):
             moment, weight = own.second_moment[part.where], own.moment_weight[i]
             own_gains = 1.0 if decay is None else part.labels_of(gains)
             if decay == 1:  # a sum over all updates, of which base batches would have made more
-                # What an update adds, and what a base batch would have added, relative to the sum. Unless
-                # measured, each base batch would have added as much as any before.
-                signal, noise = own.new_squares * (not self._has_averages)
-                now = jnp.maximum(signal + noise / scale, 0)
-                then = jnp.maximum(signal + noise, 0)
-                measured = moment * (1 + now) / (1 + moment * then * own_gains * held_back)
+                # Unless measured, each base batch would have added as much as any before.
+                added = own_gains * held_back  # in base batches
                 summed = own.progress * moment + 1 / own_gains
-                likely = summed / (own.progress + own_gains * held_back)
-                moment = jnp.where(noise > 0, measured, likely)
+                likely = summed / (own.progress + added)
+                if self._has_averages:
+                    moment = likely
+                else:
+                    # What an update adds, and what a base batch would have added, relative to the sum.
+                    signal, noise = new_squares
+                    now = jnp.maximum(signal + noise / scale, 0)
+                    then = jnp.maximum(signal + noise, 0)
+                    measured = moment * (1 + now) / (1 + moment * then * added)
+                    moment = jnp.where(noise > 0, measured, likely)
+                    sum_growth = jnp.where(noise > 0, 1 + now, 1.0)
             elif decay is not None:
                 kept = decay ** (worth * held_back if self.long_averages else 1.0)
                 new = 1 - kept
@@ -545,7 +552,7 @@ class _Adaptive:
                 share = new / weight
                 # What is added, and what a base batch would have added, relative to the moment that base
                 # batches would have made. Unless measured, they would have added as much as is there.
-                signal, noise = own.new_squares
+                signal, noise = new_squares
                 now, then = 1 / own_gains, 1.0
                 is_measured = noise > 0
                 now = jnp.where(is_measured, jnp.maximum(signal + noise / scale, 0) * moment, now)
@@ -553,7 +560,8 @@ class _Adaptive:
                 moment += share * (now - moment * then) / (1 - share + share * then)
             moments.append(moment)
             weights.append(weight)
-        return jnp.concatenate(moments), jnp.stack(weights)
+        # Later squares are smaller beside a sum that has grown.
+        return jnp.concatenate(moments), jnp.stack(weights), new_squares / sum_growth
 
 
 def _given(

@@ -31,6 +31,9 @@ GROWTH = 0.25
 MOST_DISTURBED = 1.6
 # Times its price that exploring with borrowed time, and a later trial, must be expected to save.
 REPAYMENT = 5.0
+# Where an optimist expects a knee of the step time: share of the way from the smallest size at which it may
+# be to the largest, by their logarithms. At 1, sizes just below one that is slow would look best.
+KNEE = 0.75
 
 
 def tune(situation: Situation) -> Verdict:
@@ -213,7 +216,7 @@ def _later_probe(situation: Situation) -> Verdict | None:
     if probe.global_batch_size > current.global_batch_size:
         lucks.append("the noise is larger than measured")
     if not math.isnan(hoped_s):
-        lucks.append("its steps are as short as those of other sizes allow")
+        lucks.append("its steps are as short as hoped")
     luck = " and ".join(lucks) or "the model is right"
     return situation.change(
         probe,
@@ -429,7 +432,7 @@ def modelled_gain(situation: Situation, sizes: Sequence[int], batches: np.ndarra
     """Return the same guess, `[sizes, counts]`, by the fitted step times: use it once two sizes are timed.
 
     `batches` are of one or more micro-batches of each size, in samples. A size that was never timed, between
-    two that were, may be as fast as one hopes for by these.
+    two that were, may be as fast as `hoped_seconds` says.
     """
     here, current, limits = situation.here, situation.current, situation.here.limits
     model = here.model(situation.grad)
@@ -447,42 +450,38 @@ def modelled_gain(situation: Situation, sizes: Sequence[int], batches: np.ndarra
 def hoped_seconds(seconds_by_size: Mapping[int, float], sizes: Sequence[int]) -> np.ndarray:
     """Return the step time that one may hope for with each size, `[sizes]`, between two that were timed.
 
-    The time is assumed to be convex in the size, so a line through the next two timed sizes below, or above
-    it, runs below its time. If these say nothing, the time may be that of the smaller neighbour up to a knee,
-    and on a line to the larger one from there on. The knee is as likely at any size between them (by its
-    logarithm), and what one expects of the speed is a mean of both cases. NaN for other sizes.
+    The time is assumed to be convex in the size: up to a knee it grows as it did below, and from there on it
+    is on a line to the larger neighbour that is no steeper than above. The knee may be anywhere up to where
+    both lines meet, and is hoped to be at `KNEE` of that way. NaN for other sizes.
 
     >>> hoped_seconds({16: 0.02, 64: 0.02, 256: 0.08, 512: 0.16}, [64, 128])  # a knee may be at 64
     array([ nan, 0.04])
-    >>> hoped_seconds({16: 0.02, 64: 0.16}, [32, 48]).round(3)  # 32 is worth a trial before 48
-    array([0.031, 0.058])
+    >>> hoped_seconds({16: 0.02, 64: 0.16}, [32, 48]).round(3)  # 64 was too large, and 48 may be
+    array([0.02 , 0.041])
     """
     found = np.full(len(sizes), np.nan)
     timed = sorted(seconds_by_size.items())
     for i, size in enumerate(sizes):
-        if size in seconds_by_size:
+        below, above = [x for x in timed if x[0] < size], [x for x in timed if x[0] > size]
+        if size in seconds_by_size or not (below and above):
             continue
-        below = [x for x in timed if x[0] < size]
-        above = [x for x in timed[::-1] if x[0] > size]
-        if below and above:
-            most_s = _line((below[-1], above[-1]), size)
-            smaller, larger = below[-1], above[-1]
-            least_s = max(_line(pair[-2:], size) for pair in (below, above))
-            share = 0.0
-            if least_s < smaller[1]:
-                least_s = smaller[1]
-                share = math.log(size / smaller[0]) / math.log(larger[0] / smaller[0])
-            least_s = min(least_s, most_s)
-            found[i] = 1 / ((1 - share) / least_s + share / most_s)
+        (smaller, smaller_s), (larger, larger_s) = below[-1], above[0]
+        straight = _slope(below[-1], above[0])
+        before = min(max(_slope(*below[-2:]), 0.0), straight) if len(below) > 1 else 0.0
+        latest = float(larger)
+        if len(above) > 1 and (after := max(_slope(*above[:2]), straight)) > before:
+            ahead_s = smaller_s - before * smaller - larger_s + after * larger
+            latest = min(max(ahead_s / (after - before), smaller), larger)
+        knee = smaller * (latest / smaller) ** KNEE
+        knee_s = smaller_s + before * (knee - smaller)
+        start = (smaller, smaller_s) if size <= knee else (larger, larger_s)
+        found[i] = start[1] + _slope(start, (knee, knee_s)) * (size - start[0])
     return found
 
 
-def _line(points: Sequence[tuple[int, float]], size: int) -> float:
-    """Return the seconds at a size on the line through two points; 0 if there is only one point."""
-    if len(points) < 2:
-        return 0.0
-    (size_a, a_s), (size_b, b_s) = points
-    return a_s + (b_s - a_s) * (size - size_a) / (size_b - size_a)
+def _slope(one: tuple[float | int, float], other: tuple[float | int, float]) -> float:
+    """Return the slope of the line through two points; 0 if they are the same."""
+    return (other[1] - one[1]) / (other[0] - one[0]) if other[0] != one[0] else 0.0
 
 
 def _optimistic_worth(situation: Situation, now: int, there: np.ndarray) -> np.ndarray:
