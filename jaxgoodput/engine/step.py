@@ -549,7 +549,8 @@ def _checked(
             alike[g.shape] = (others[0] + square, others[1] + none)
     for square, none in alike.values():
         # One operation for both sums, and for all leaves of a shape: hundreds of them take long to compile.
-        sums = jax.lax.reduce((square, none), (zero, zero), noise.added, range(square.ndim))
+        pair = (square, jnp.broadcast_to(none, square.shape))  # a leaf that stays has a scalar
+        sums = jax.lax.reduce(pair, (zero, zero), noise.added, range(square.ndim))
         norm, lost = norm + sums[0] * share**2, lost + sums[1]
     return norm, jnp.isfinite(lost)
 

@@ -32,6 +32,9 @@ GROUP_SPREAD = 1.5
 # Standard deviation of the logarithm of the present signal about its average. With 0.5, eight of ten states
 # of a decoder lie inside (benchmarks/noise_intervals.py). Alone it makes the interval span a factor of 3.6.
 FLUCTUATION = 0.5
+# The largest standard deviation of the logarithm of the noise. Beyond it nothing is known, and its
+# exponential would overflow.
+WIDEST = 10.0
 NUM_DRAWS, NUM_LEVELS, NUM_SIGNALS = 64, 16, 24
 
 Groups = Float[np.ndarray, " groups"]
@@ -81,7 +84,7 @@ def noise_interval(
     # A group without noise would have an infinite ratio; its signal counts as it is.
     noise = np.maximum(np.asarray(var, float) / total, 1e-12)
     signals = _draws(np.asarray(sqr, float) / total, np.asarray(sqr_error, float) / total, noise)
-    spread = np.hypot(fluctuation, var_error)
+    spread = np.minimum(np.hypot(fluctuation, var_error), WIDEST)
     # The mean of the signal over states is its average, so its median lies below.
     factors = np.exp(spread * ndtri(_UNIFORM[:, 1]) + spread**2 / 2)
     scales = _half_worth(signals, noise) * factors * base_batch_size

@@ -104,6 +104,17 @@ def test_more_estimates_make_it_narrower(groups):
     np.testing.assert_allclose(width(1e-6 * var), 2 * 1.2816 * intervals.FLUCTUATION, rtol=0.1)
 
 
+@settings(deadline=None, max_examples=30)
+@given(moments, st.floats(0.0, 1e9))
+def test_a_noise_that_is_hardly_measured_has_a_wide_interval(groups, var_error):
+    """The error of its sum may be many times the sum, if that is almost 0."""
+    sqr, var, error = np.array(groups).T
+    stated = noise_interval(sqr, var, error, var_error, BASE)
+    assert 0 < stated.lower <= stated.middle <= stated.upper < np.inf
+    if var_error > 5:
+        assert stated.upper > 1e4 * stated.lower
+
+
 def test_without_noise_the_noise_scale_is_zero_and_a_silent_group_does_no_harm():
     stated = noise_interval(np.ones(2), np.zeros(2), np.zeros(2), 0.0, BASE)
     assert dataclasses.astuple(stated) == (0.0, 0.0, 0.0) and stated.is_known
