@@ -119,9 +119,10 @@ class Stateful(Stateless):
 
 
 class Recording(Loop):
-    """A loop that records the gain and the progress of each update."""
+    """A loop that records the gain and the progress of each update, and stops the run after some of them."""
 
     updates: list[Update]
+    stop_after: int | None = None
 
     def _dispatch(self, batch: Any) -> None:
         super()._dispatch(batch)
@@ -131,22 +132,13 @@ class Recording(Loop):
         of_leaf = tx.init.__self__._factors_of(self._trained())[1]
         each = np.asarray([gains[i] for i in jax.tree.leaves(of_leaf)])
         type(self).updates.append(Update(progress=done + rest, gains=each))
+        if self.stop_after is not None and len(self.updates) >= self.stop_after:
+            trainer: Any = self.task
+            trainer.request_stop()
 
     def _trained(self) -> Any:
         problem, params = self.now.engine.problem, self.now.state.params
         return split(params, problem.mask(params))[0]
-
-
-class Stop(jg.Hook):
-    """Stops a run after some steps."""
-
-    def __init__(self, after: int):
-        self.after = after
-        self.trainer: jg.Trainer | None = None
-
-    def on_step_end(self, event: Any, /) -> None:
-        if event.step >= self.after and self.trainer is not None:
-            self.trainer.request_stop()
 
 
 def trained(row: Row, column: Column, workdir: pathlib.Path, updates: list[Update]) -> Trained:
@@ -155,10 +147,9 @@ def trained(row: Row, column: Column, workdir: pathlib.Path, updates: list[Updat
     loop = type("Recording", (Recording,), {"updates": updates})
     config, devices = column.config(str(workdir)), jax.devices()[: column.num_devices]
     if column.stop_after is not None:
-        stop = Stop(column.stop_after)
-        stop.trainer = kind(row, config, devices=devices, hooks=[stop], loop=loop)
+        stopping = type("Stopping", (loop,), {"stop_after": column.stop_after})
         with contextlib.suppress(jg.Preempted):
-            stop.trainer.fit()
+            kind(row, config, devices=devices, loop=stopping).fit()
         assert len(updates) < NUM_UPDATES, "the run was over before it was stopped"
     state = kind(row, config, devices=devices, loop=loop).fit()
     return Trained(
