@@ -17,7 +17,8 @@ from absl import app, flags
 from models import made
 
 import jaxgoodput as jg
-from jaxgoodput.data.sources import abstract_sample, as_source
+from jaxgoodput.data.datasets import as_source
+from jaxgoodput.data.sources import abstract_sample
 from jaxgoodput.engine.engine import Engines
 from jaxgoodput.train.start.problem import problem_of
 

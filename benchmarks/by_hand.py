@@ -116,8 +116,10 @@ class Outcome:
     start_cpu_s: float
     steps: int
     samples: int
+    first_s: float
+    """Seconds until the first step, for compiling above all."""
     first_cpu_s: float
-    """CPU seconds until the first step, for compiling above all."""
+    """CPU seconds until then."""
     evaluating_s: float
     losses: tuple[tuple[int, float], ...]
     """Samples and held-out loss of every evaluation."""
@@ -196,6 +198,7 @@ class Referee:
             start_cpu_s=start_cpu_s,
             steps=steps,
             samples=samples,
+            first_s=self.first[0],
             first_cpu_s=self.first[1],
             evaluating_s=self.evaluating_s,
             losses=tuple(self.losses),
@@ -301,12 +304,12 @@ class RefereedLoop(Loop):
             self.stretches[-1] = dataclasses.replace(last, measured=self.now.step - last.step)
         return is_measured
 
-    def _evaluate(self):
+    def _evaluate(self, *, at_end=False):
         if self.over or self.referee.left(self.now.samples) > 0:
-            return super()._evaluate()  # at the end, beyond the clock
+            return super()._evaluate(at_end=at_end)  # beyond the clock
         jax.block_until_ready(self.now.state)
         began_s = time.perf_counter()
-        is_best = super()._evaluate()
+        is_best = super()._evaluate(at_end=at_end)
         assert self.now.evaluated is not None
         loss = self.now.evaluated[1]["held_out"]
         self.referee.judge(self.now.samples, loss, time.perf_counter() - began_s)

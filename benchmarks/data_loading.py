@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgoodput.clock import SystemClock
 from jaxgoodput.data.cursor import Cursor, Permutations, take
+from jaxgoodput.data.datasets import as_source
 from jaxgoodput.data.loader import Loader
-from jaxgoodput.data.sources import as_source
 from jaxgoodput.goodput.search import BatchConfig
 
 BATCH, SIZES = 8192, (10**6, 10**8, 10**9, 2**63 - 1)

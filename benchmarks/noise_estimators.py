@@ -30,7 +30,8 @@ from absl import app, flags, logging
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
 
-from jaxgoodput.data.sources import abstract_sample, as_source
+from jaxgoodput.data.datasets import as_source
+from jaxgoodput.data.sources import abstract_sample
 from jaxgoodput.engine.engine import Engine, Engines
 from jaxgoodput.engine.step import Problem
 from jaxgoodput.optim import learning_rate as rules

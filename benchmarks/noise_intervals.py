@@ -41,7 +41,8 @@ from everyday import WORKLOADS as EVERYDAY
 from everyday import Pictures
 
 import jaxgoodput as jg
-from jaxgoodput.data.sources import abstract_sample, as_source
+from jaxgoodput.data.datasets import as_source
+from jaxgoodput.data.sources import abstract_sample
 from jaxgoodput.engine.engine import Engines
 from jaxgoodput.engine.state import TrainState, split
 from jaxgoodput.goodput.efficiency import GradGroups, noise_scale

@@ -75,7 +75,8 @@ def count(name: str, num_devices: int, per_device: int) -> dict[str, dict[str, i
     from models import made
 
     from jaxgoodput import BatchLimits, Config, Strategy
-    from jaxgoodput.data.sources import abstract_sample, as_source
+    from jaxgoodput.data.datasets import as_source
+    from jaxgoodput.data.sources import abstract_sample
     from jaxgoodput.engine.engine import Engines
     from jaxgoodput.train.start.problem import problem_of
 

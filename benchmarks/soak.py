@@ -48,13 +48,13 @@ class Wide(Trainer):
             "out": {"kernel": jax.random.normal(three, (WIDTH, 8)) / 28},
         }
 
-    def predict(self, params, x):
+    def output(self, params, x):
         hidden = jax.nn.gelu(x @ params["in"]["kernel"])
         hidden = jax.nn.gelu(hidden @ params["middle"]["kernel"])
         return hidden @ params["out"]["kernel"]
 
     def loss(self, params, batch, key):
-        return jnp.mean((self.predict(params, batch["x"]) - batch["y"]) ** 2, axis=-1)
+        return jnp.mean((self.output(params, batch["x"]) - batch["y"]) ** 2, axis=-1)
 
     def optimizer(self):
         return optax.adam(1e-4)
@@ -66,7 +66,7 @@ class Wide(Trainer):
         return rows(256, seed=1)
 
     def metrics(self, params, batch):
-        return {"error": jnp.mean((self.predict(params, batch["x"]) - batch["y"]) ** 2, axis=-1)}
+        return {"error": jnp.mean((self.output(params, batch["x"]) - batch["y"]) ** 2, axis=-1)}
 
 
 def rows(count: int, *, seed: int):

@@ -74,7 +74,8 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
         Tuning,
         with_overrides,
     )
-    from jaxgoodput.data.sources import abstract_sample, as_source
+    from jaxgoodput.data.datasets import as_source
+    from jaxgoodput.data.sources import abstract_sample
     from jaxgoodput.engine.engine import Engines
     from jaxgoodput.train.start.problem import problem_of
 

@@ -10,6 +10,7 @@ base batch:
   optimizer's schedule lasts as many samples as at the base batch.
 * adaptive: the example's own configuration, started at the base batch; it remembers no earlier run.
 * remembered: the same, each run as the second after one first run with an empty cache.
+* cold: adaptive, each run with an empty compilation cache of its own; only if it is named (`--sides`).
 * Seesaw (2510.14717): starts at the base batch; wherever a cosine over the run would have cut the
   learning rate by alpha = 2, cuts it by sqrt(alpha) and doubles the batch. Its learning rate has no
   other schedule than a warm-up.
@@ -17,8 +18,8 @@ base batch:
 The clock runs from the first dispatched step to the completion of the step whose evaluation first meets
 the target; evaluations, every k seconds, are taken out. Sides take turns within a seed, in an order
 that rotates from seed to seed, and ratios are formed within a seed, so that a drift of the machine
-cancels. The compilation cache is warm: each side is run once before, for a moment, with an empty cache;
-those cold start-up times are printed too.
+cancels. The compilation cache of the other sides is warm: each is run once before, for a moment, with an
+empty cache; those cold start-up times are printed too.
 """
 
 import concurrent.futures
@@ -55,7 +56,9 @@ FLAGS = flags.FLAGS
 flags.DEFINE_list("workloads", ["recommender", "digits", "lm"], "Which tables.")
 flags.DEFINE_integer("seeds", 5, "Runs of each side.")
 flags.DEFINE_list("grid", [], "Fixed global batches, instead of each workload's own grid.")
-flags.DEFINE_list("sides", [], "Only sides whose name contains one of these; all by default.")
+flags.DEFINE_list(
+    "sides", [], "Only sides whose name contains one of these; all but cold by default."
+)
 flags.DEFINE_bool("verbose", False, "Print every run and every change of the batch.")
 
 ALPHA = 2.0
@@ -231,9 +234,9 @@ def measured(workload: Workload, *, constant: bool) -> type[Any]:
 
 
 def side_config(workload: Workload, side: str, config: jg.Config) -> jg.Config:
-    """The configuration of "adaptive", "remembered", "seesaw" or "fixed B", from the example's own."""
+    """The configuration of a side (see above), from the example's own."""
     base, most = config.batch.base, config.batch.max
-    if side in ("adaptive", "remembered"):
+    if side in ("adaptive", "remembered", "cold"):
         return dataclasses.replace(
             config,
             base_steps=workload.horizon,
@@ -334,8 +337,10 @@ def run_here(
 def sides_of(workload: Workload) -> list[str]:
     """The rows of the table."""
     grid = [int(b) for b in FLAGS.grid] or list(workload.grid)
-    every = ["adaptive", "remembered", "seesaw", *(f"fixed {b}" for b in grid)]
-    return [s for s in every if not FLAGS.sides or any(wanted in s for wanted in FLAGS.sides)]
+    every = ["adaptive", "remembered", "cold", "seesaw", *(f"fixed {b}" for b in grid)]
+    if not FLAGS.sides:
+        return [s for s in every if s != "cold"]
+    return [s for s in every if any(wanted in s for wanted in FLAGS.sides)]
 
 
 def compare(name: str, workload: Workload, caches: pathlib.Path) -> None:
@@ -343,23 +348,25 @@ def compare(name: str, workload: Workload, caches: pathlib.Path) -> None:
     sides = sides_of(workload)
     cold, outcomes = {}, {side: [] for side in sides}
 
-    def cache(side: str) -> str:
-        return str(caches / f"{name}-{side.replace(' ', '-')}")
+    def cache(side: str, seed: int) -> str:
+        of = f"cold-{seed}" if side == "cold" else side.replace(" ", "-")
+        return str(caches / f"{name}-{of}")
 
-    for side in sides:
+    for side in (s for s in sides if s != "cold"):
         # Sides that compile while they train have a whole first run.
         brief = 4 * int(side.split()[1]) if side.startswith("fixed") else None
-        cold[side] = run(name, side, FLAGS.seeds, cache(side), max_samples=brief)
+        cold[side] = run(name, side, FLAGS.seeds, cache(side, FLAGS.seeds), max_samples=brief)
         log(f"{name}, {side}, cold: {cold[side]}")
     for seed in range(FLAGS.seeds):
         turn = seed % len(sides)
         for side in sides[turn:] + sides[:turn]:
             if side == "remembered":  # of the first run only
-                left = pathlib.Path(cache(side), FOLDER)
+                left = pathlib.Path(cache(side, seed), FOLDER)
                 first = left.with_name("first-run")
                 shutil.copytree(*((first, left) if seed else (left, first)), dirs_exist_ok=True)
-            outcomes[side].append(run(name, side, seed, cache(side)))
+            outcomes[side].append(run(name, side, seed, cache(side, seed)))
             log(f"{name}, {side}, seed {seed}: {outcomes[side][-1]}")
+    cold |= {side: outcomes[side][0] for side in sides if side == "cold"}
     print(table(name, workload, outcomes, cold), flush=True)
 
 

@@ -24,6 +24,9 @@ Training:
   NotSaved              The run is over and its last step could not be saved
   PeerLost              Another process of this job has died or no longer answers
   Diverged              Training cannot go on: values are lost, or too many updates in a row were refused
+  tryout                Find out, in about a minute of training, what larger batches promise
+  try_loss              Find out what larger batches promise for a loop of your own
+  Tryout                What a minute of training says of other batches
   initialize            Join the job that `environ` describes (default: this process's environment)
 Watching:
   Hook                  Base class of hooks: override the methods you need; the others do nothing
@@ -33,6 +36,7 @@ Watching:
   events                Events: frozen records of what happens in a run, for hooks, dashboard and journal
 Samples:
   Source                Random access to equally shaped samples. Subclass it to read a format of your own
+  stream                Return a source that reads an iterable in its own order, for `Trainer.dataset`
   Loader                Hands out every sample in the cursor's order exactly once
   Cursor                A place in a run's order of samples: the whole state of the data pipeline
   flow                  Pipelines over batches that join columns with tables and reduce them by key
@@ -87,6 +91,7 @@ _NAMES = {
     "data.cursor": "Cursor",
     "data.loader": "Loader",
     "data.sources": "Source",
+    "data.streams": "stream",
     "engine.engine": "Engine Engines",
     "engine.programs.program": "SampleShape",
     "engine.state": "Loss TrainState Variables",
@@ -106,6 +111,7 @@ _NAMES = {
     "parallel.pipeline": "bubble_fraction pipeline",
     "parallel.strategy": "Layout Strategy candidates",
     "train.checkpoints.saved": "FromCheckpoint load",
+    "train.ask.tryout": "Tryout try_loss tryout",
     "train.config": "Config Evaluation Execution Reporting Saving Statistics Tuning with_overrides",
     "train.control": "Diverged NotSaved PeerLost Preempted",
     "train.trainer": "Trainer",

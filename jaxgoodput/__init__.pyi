@@ -7,6 +7,7 @@ from jaxgoodput.data import lengths as lengths
 from jaxgoodput.data.cursor import Cursor as Cursor
 from jaxgoodput.data.loader import Loader as Loader
 from jaxgoodput.data.sources import Source as Source
+from jaxgoodput.data.streams import stream as stream
 from jaxgoodput.engine.engine import Engine as Engine
 from jaxgoodput.engine.engine import Engines as Engines
 from jaxgoodput.engine.programs.program import SampleShape as SampleShape
@@ -49,6 +50,9 @@ from jaxgoodput.parallel.pipeline import pipeline as pipeline
 from jaxgoodput.parallel.strategy import Layout as Layout
 from jaxgoodput.parallel.strategy import Strategy as Strategy
 from jaxgoodput.parallel.strategy import candidates as candidates
+from jaxgoodput.train.ask.tryout import Tryout as Tryout
+from jaxgoodput.train.ask.tryout import try_loss as try_loss
+from jaxgoodput.train.ask.tryout import tryout as tryout
 from jaxgoodput.train.checkpoints.saved import FromCheckpoint as FromCheckpoint
 from jaxgoodput.train.checkpoints.saved import load as load
 from jaxgoodput.train.config import Config as Config

@@ -58,6 +58,18 @@ def pytest_configure(config):
         compilations.prune()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem():
+    """Leave all but two slow cases of a test to the nightly run, unless it says itself which to leave."""
+    found = yield
+    cases = [x for x in found if isinstance(x, pytest.Item)] if isinstance(found, list) else []
+    slow = [x for x in cases if x.get_closest_marker("slow")]
+    if not any(x.get_closest_marker("nightly") for x in cases):
+        for case in slow[1:-1]:
+            case.add_marker(pytest.mark.nightly)
+    return found
+
+
 @pytest.fixture
 def uncached():
     """No program is found in the folder that all tests share: each is compiled."""

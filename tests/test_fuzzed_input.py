@@ -285,6 +285,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @seeds
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_simulation_of_any_files(tmp_path, told, layout, seed):

@@ -273,6 +273,7 @@ def test_a_process_alone_has_no_store():
     assert _jax.shared_store() is None
 
 
+@pytest.mark.slow
 @pytest.mark.multihost
 def test_all_processes_read_what_one_wrote(world):
     first = [world.value(rank, "first") for rank in range(2)]

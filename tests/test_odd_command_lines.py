@@ -12,7 +12,7 @@ from jaxgoodput.cluster.client import Client
 from jaxgoodput.cluster.service import engines, serve
 from jaxgoodput.cluster.service.node import agent as node_agent
 from jaxgoodput.cluster.simulate import commands as simulate_commands
-from jaxgoodput.launcher import local, plan
+from jaxgoodput.launcher import local, plan, try_script
 from jaxgoodput.launcher.elastic import agent, job
 from jaxgoodput.observe import board
 
@@ -23,6 +23,7 @@ USUAL = {
     "agent": "--rdzv-endpoint localhost:9 --devices-per-process 1 -- true",
     "coordinate": "--num-processes 2 -- true",
     "plan": "train.py --devices 4",
+    "try": "train.py --time-s 5",
     "report": ".",
     "board": ".",
     "simulate": "--workload synthetic:2 --policy goodput",
@@ -72,6 +73,7 @@ def call(tmp_path, monkeypatch, capsys):
     for place, name in (
         *((local, "supervise"), (job, "Coordinator"), (agent, "_connected"), (plan, "plan")),
         *((serve, "_listener"), (node_agent, "_hold"), (engines, "run_engine"), (board, "show")),
+        (try_script, "try_script"),
         *((Client, "call"), (simulate_commands, "_progress"), (socket, "getaddrinfo")),
     ):
         monkeypatch.setattr(place, name, begin)
@@ -161,6 +163,7 @@ def test_a_usual_command_line_works(call, name):
     assert code == 0 or name == "report", said
 
 
+@pytest.mark.slow
 def test_an_odd_value_names_its_option(call):
     check(call, random.Random(0).sample(CASES, 300))
 

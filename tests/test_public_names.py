@@ -165,6 +165,7 @@ def test_a_room_promises_exactly_its_names_and_each_says_what_it_is(room):
         assert (inspect.getdoc(getattr(module, name)) or "").strip(), f"{name} has no docstring"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", sorted(ROOMS))
 def test_a_room_promises_the_same_whatever_was_imported_before(room):
     """A function may have the name of its module, which an import of the module must not put in its place."""

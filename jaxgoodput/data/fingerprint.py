@@ -17,7 +17,8 @@ import jax
 import numpy as np
 
 from jaxgoodput.data.rows import add_to, leaf_name
-from jaxgoodput.data.sources import ENDLESS, ArraySource, Source, StreamSource, is_endless
+from jaxgoodput.data.sources import ENDLESS, ArraySource, Source, is_endless
+from jaxgoodput.data.streams import StreamSource
 
 NUM_READ = 8
 WHOLE_BYTES = 2**28  # arrays up to this size are digested whole, in up to 0.3 s
@@ -63,7 +64,7 @@ def fingerprint(
     has an attribute or a method `fingerprint`, its text or number is a part of the fingerprint. Each read is
     a call `again(read)`, which may repeat it (`readers.Attempts`). Raises what reading a sample raises.
 
-    >>> from jaxgoodput.data.sources import as_source
+    >>> from jaxgoodput.data.datasets import as_source
     >>> fingerprint(as_source(np.arange(10))).difference(fingerprint(as_source(np.arange(11))))
     'has 11 samples instead of 10 samples'
     """

@@ -32,7 +32,8 @@ from jaxgoodput.data.micro_batches import (
     ReadFailure,
 )
 from jaxgoodput.data.read_ahead import ReadAhead
-from jaxgoodput.data.sources import Source, StreamState
+from jaxgoodput.data.sources import Source
+from jaxgoodput.data.streams import StreamState
 from jaxgoodput.goodput.search import BatchConfig
 
 CLOSE_TIMEOUT_S = 10.0

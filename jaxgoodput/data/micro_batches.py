@@ -22,7 +22,8 @@ from jaxgoodput.clock import Clock
 from jaxgoodput.data.cursor import Cursor, Permutations, epochs_of, take
 from jaxgoodput.data.readers import Readers, Reading
 from jaxgoodput.data.rows import check_same_kind, held_rows, narrow, parts_of, put_rows
-from jaxgoodput.data.sources import Source, StreamSource, StreamState, is_endless
+from jaxgoodput.data.sources import Source, is_endless
+from jaxgoodput.data.streams import StreamSource, StreamState
 from jaxgoodput.goodput.search import BatchConfig
 
 MOST_HELD = 8  # sizes of micro-batches whose rows and masks are kept

@@ -122,6 +122,56 @@ def _require_finite(path: Any, wide: np.ndarray, narrowed: np.ndarray) -> None:
         )
 
 
+def stack(items: list[Any], indices: Int[np.ndarray, " n"]) -> PyTree[np.ndarray]:
+    """Stack items into one PyTree of arrays `[n, ...]`. An error names two items that differ."""
+    refuse_lists(items[0], int(indices[0]))
+    flat = [jax.tree.flatten(item) for item in items]
+    structure = flat[0][1]
+    for index, (_, other) in zip(indices, flat, strict=True):
+        if other != structure:
+            raise ValueError(
+                f"Samples {indices[0]} and {index} differ in structure: {structure} against "
+                f"{other}. Every sample must be the same PyTree; give missing fields a default."
+            )
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(items[0])[0]]
+    stacked = []
+    for leaf, path in enumerate(paths):
+        rows = [np.asarray(leaves[leaf]) for leaves, _ in flat]
+        check_numeric(path, rows[0].dtype)
+        for index, row in zip(indices, rows, strict=True):
+            if row.shape != rows[0].shape or row.dtype != rows[0].dtype:
+                raise ValueError(
+                    f"Leaf {leaf_name(path)} is {rows[0].dtype}{list(rows[0].shape)} in sample "
+                    f"{indices[0]} but {row.dtype}{list(row.shape)} in sample {index}. Samples of "
+                    f"a batch are stacked: pad or crop them to one shape, and convert to one "
+                    f"dtype, in the dataset's __getitem__."
+                )
+        stacked.append(np.stack(rows))
+    return jax.tree.unflatten(structure, stacked)
+
+
+def refuse_lists(item: Any, index: int) -> None:
+    """Raise TypeError if a field is a list of numbers, each of which JAX would take for a leaf."""
+    named = jax.tree_util.tree_flatten_with_path(item, is_leaf=_is_list_of_numbers)[0]
+    for path, field in named:
+        if path and _is_list_of_numbers(field):
+            kinds = {type(x).__name__ for x in field}
+            what = f"{kinds.pop()}s" if len(kinds) == 1 else "numbers"
+            raise TypeError(
+                f"sample {index} {leaf_name(path)} is a list of {len(field)} {what}: return one array per "
+                "field (numpy.asarray(...)), of one length in all samples."
+            )
+
+
+def _is_list_of_numbers(x: Any) -> bool:
+    """Return whether `x` is a list of numbers, or of lists of numbers at any depth."""
+    return isinstance(x, list) and bool(x) and all(_is_number(one) for one in x)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float | complex | np.number) or _is_list_of_numbers(x)
+
+
 def held_rows(
     sharding: NamedSharding, num_rows: int, process_index: int | None = None
 ) -> Int[np.ndarray, " held"]:

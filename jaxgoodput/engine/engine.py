@@ -45,6 +45,7 @@ from jaxgoodput.engine.programs.rows import RowProblem, RowPrograms, WithRows
 from jaxgoodput.engine.state import StepMetrics, Sums, TrainState, Work
 from jaxgoodput.engine.traces import Traces
 from jaxgoodput.goodput.memory import StepBytes
+from jaxgoodput.parallel.partition import state_bytes
 from jaxgoodput.parallel.plan import MovePlan, plan_move
 from jaxgoodput.parallel.strategy import Layout, anywhere
 
@@ -264,6 +265,11 @@ class Engine:
     def abstract_state(self) -> TrainState:
         """Return the state's shapes and types, with this layout's shardings."""
         return self.programs.abstract_state()
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of one device's part of the state."""
+        return state_bytes(self.programs.param_specs, self.engines.state)
 
     def read_all(self, packed: Array, count: int) -> list[tuple[StepMetrics[float], np.ndarray]]:
         """Fetch the metrics of `count` steps that were dispatched together, as `read` does for one."""

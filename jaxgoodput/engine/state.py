@@ -44,8 +44,21 @@ class Loss:
     """Further numbers to report, scalars or per sample `[batch]`; they are averaged over samples."""
 
     @classmethod
-    def of(cls, sum: Leaf, weight: Leaf, **aux: Leaf) -> "Loss":
-        """Return a loss with its weight, and further numbers by name."""
+    def of(cls, sum: Leaf, weight: Leaf | None = None, **aux: Leaf) -> "Loss":
+        """Return a loss with its weight, and further numbers by name.
+
+        Without a weight each sample counts as one, and `sum` is the loss per sample.
+
+        Raises TypeError for a single number without a weight.
+        """
+        if weight is None:
+            if not jnp.ndim(sum):
+                raise TypeError(
+                    "Loss.of(sum) without a weight takes losses per sample, [batch], and got a single "
+                    "number. Leave out the mean or sum over samples, or pass the weight: for a sum over "
+                    "tokens, their number."
+                )
+            weight = jnp.ones_like(sum)
         return cls(sum=sum, weight=weight, aux=aux)
 
 

@@ -11,6 +11,7 @@ L = sum p_i |g_i|^2 and T = |g|^2 give `trace = M (L - T) / (n - 1)` per sample 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ Pick = Callable[[PyTree, float], PyTree]
 LossAndState = Callable[..., tuple[Array | Loss, PyTree]]
 # Leaves of up to this many elements have their update computed twice, to check it before it is applied.
 SMALL = 2**14
+# The compiler takes longer for one sum over hundreds of leaves than for many sums over a few.
+TOGETHER = 32
 # The weight of a micro-batch with a negative one: no sum of others makes up for it.
 NEGATIVE = -1e30
 
@@ -224,7 +227,8 @@ def loss_kind(
     else:
         raise TypeError(
             f"loss must return per-sample losses [batch], Loss(sum, weight, aux), or a scalar mean; "
-            f"got {type(out).__name__}. Wrap auxiliary numbers as Loss.of(sum, weight, name=value)."
+            f"got {type(out).__name__}. Return numbers beside the losses as Loss.of(losses, name=value), and "
+            "no gradients: the run takes them."
         )
     if set(shapes) == {(num_samples,)}:
         return "sample"
@@ -534,7 +538,7 @@ def _checked(
     updates, _ = problem.tx.update(grads, state.opt_state, kept, value=loss, **about)
     zero = jnp.zeros((), share.dtype)
     norm, lost = zero, zero
-    alike: dict[tuple[int, ...], tuple[Any, Any]] = {}  # sums over small leaves of one shape
+    alike: dict[tuple[int, ...], list[tuple[Array, Array]]] = {}  # small leaves of one shape
     for g, u in zip(jax.tree.leaves(total.grads), jax.tree.leaves(updates), strict=True):
         square = jnp.square(g.real) + jnp.square(g.imag) if jnp.iscomplexobj(g) else g * g
         square = square.astype(share.dtype)
@@ -545,13 +549,14 @@ def _checked(
             # millions of elements.
             norm, lost = norm + jnp.sum(square) * share**2, lost + jnp.sum(none)
         else:
-            others = alike.get(g.shape, (zero, zero))
-            alike[g.shape] = (others[0] + square, others[1] + none)
-    for square, none in alike.values():
-        # One operation for both sums, and for all leaves of a shape: hundreds of them take long to compile.
-        pair = (square, jnp.broadcast_to(none, square.shape))  # a leaf that stays has a scalar
-        sums = jax.lax.reduce(pair, (zero, zero), noise.added, range(square.ndim))
-        norm, lost = norm + sums[0] * share**2, lost + sums[1]
+            # A leaf that stays has a scalar update.
+            alike.setdefault(g.shape, []).append((square, jnp.broadcast_to(none, g.shape)))
+    for leaves in alike.values():
+        # One operation for both sums, and for several leaves: hundreds of them take long to compile, too.
+        for first in range(0, len(leaves), TOGETHER):
+            pair = functools.reduce(noise.added, leaves[first : first + TOGETHER])
+            sums = jax.lax.reduce(pair, (zero, zero), noise.added, range(pair[0].ndim))
+            norm, lost = norm + sums[0] * share**2, lost + sums[1]
     return norm, jnp.isfinite(lost)
 
 

@@ -131,6 +131,11 @@ _PLAN = (
            "minus execution.memory_margin)"),
 )  # fmt: skip
 
+_TRY = (
+    argument("script", "SCRIPT", "a training script"),
+    number("--time-s", "S", 5.0, "seconds of training (default: 50)", 50.0),
+)  # fmt: skip
+
 
 def add_commands(commands: Commands) -> None:
     """Register the commands of the launcher, such as `run` and `agent`."""
@@ -151,6 +156,8 @@ def add_commands(commands: Commands) -> None:
         "       jaxgoodput plan WORKDIR --devices N [--nodes M]"
     )
     commands.add(10, "plan", _plan, usage, _PLAN, takes_command=True)
+    usage = "jaxgoodput try SCRIPT [--time-s S] [-- args ...]"
+    commands.add(10, "try", _try, usage, _TRY, takes_command=True)
 
 
 def _run(options, command: list[str], parser: argparse.ArgumentParser) -> int:
@@ -367,6 +374,28 @@ def _plan(options, command: list[str], parser: argparse.ArgumentParser) -> int:
     names = ("topology", "devices", "num_slices", "micro_batch_size", "memory_gib")
     flags = [f"--{k.replace('_', '-')}={value}" for k, value in _set(options, *names).items()]
     return plan([*flags, options.script, *command], num_devices=options.devices)
+
+
+def _try(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Find out within a minute whether another batch would train a script's model faster.
+
+    Run the script up to its Trainer.fit(), and train for a while in a temporary folder: at first with the
+    base batch, to measure the noise of the gradient, and then with one batch after the other, each twice as
+    large. Print how long each takes for the same progress, and which settings to use. The script's own
+    workdir is not touched, and its hooks are not called.
+
+    examples:
+      jaxgoodput try train.py
+      jaxgoodput try train.py --time-s 30 -- --workdir /tmp/run
+    """
+    from jaxgoodput.launcher.supervise import UsageError
+    from jaxgoodput.launcher.try_script import try_script
+
+    try:
+        print(try_script(options.script, command, options.time_s))
+    except UsageError as error:
+        return wrong(error)
+    return DONE
 
 
 def _plan_run(options, command: list[str]) -> int:

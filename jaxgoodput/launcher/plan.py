@@ -13,11 +13,13 @@ import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from jaxgoodput.engine.chips import GIB, chip_of
 from jaxgoodput.launcher.supervise import UsageError
+
+T = TypeVar("T")
 
 # With these settings, libtpu compiles on a machine without a TPU.
 _WITHOUT_CHIPS = {
@@ -31,9 +33,9 @@ _WITHOUT_CHIPS = {
 class _FitReached(BaseException):
     """Ends a script at its `fit()`. Not an `Exception`, so that the script does not catch it."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, found: Any, error: BaseException | None = None):
         super().__init__()
-        self.trainer = trainer
+        self.found, self.error = found, error
 
 
 def plan(
@@ -82,6 +84,14 @@ def trainer_of(script: str, arguments: Sequence[str]) -> Any:
 
     Raises UsageError if the script cannot be run, or ends without a call of `fit()`.
     """
+    return reached(script, arguments, lambda trainer: trainer)
+
+
+def reached(script: str, arguments: Sequence[str], look: Callable[[Any], T]) -> T:
+    """Run a script until it calls `fit()`; return what `look` makes of the trainer there, in its place.
+
+    Raises UsageError if the script cannot be run, or ends without a call of `fit()`.
+    """
     from jaxgoodput.train.trainer import Trainer
 
     if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
@@ -90,7 +100,14 @@ def trainer_of(script: str, arguments: Sequence[str]) -> Any:
         )
 
     def found(trainer: Any) -> Any:
-        raise _FitReached(trainer)
+        kind.fit = original  # `look` may call it
+        try:
+            end = _FitReached(look(trainer))
+        except BaseException as error:  # not to be caught by the script, which might then train
+            end = _FitReached(None, error)
+        finally:
+            kind.fit = found
+        raise end
 
     kind: Any = Trainer
     original, kind.fit = kind.fit, found
@@ -98,8 +115,10 @@ def trainer_of(script: str, arguments: Sequence[str]) -> Any:
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
         runpy.run_path(script, run_name="__main__")
-    except _FitReached as reached:
-        return reached.trainer
+    except _FitReached as end:
+        if end.error is not None:
+            raise end.error from None
+        return end.found
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         if any(frame.filename == script for frame in traceback.extract_tb(error.__traceback__)):
             raise  # the script ran, so the error is its own
@@ -143,7 +162,7 @@ def _devices(topology: str | None, num_slices: int, num_devices: int | None) -> 
 def _print(trainer: Any, devices: Sequence[Any], options: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from jaxgoodput.train import outlook as looking
+    from jaxgoodput.train.ask import outlook as looking
 
     config, console = trainer.config, Console()
     if not console.is_terminal:

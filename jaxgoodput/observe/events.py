@@ -117,6 +117,11 @@ class StepEnd(Event):
     """`loss`, `grad_norm`, `gain` and so on, and the user's own scalars. Loss and norm of a batch without
     weight are unknown, NaN."""
 
+    @property
+    def loss(self) -> float:
+        """Mean loss of the batch, before the update."""
+        return self.metrics["loss"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Window(Event):
@@ -193,6 +198,11 @@ class Window(Event):
     """Time to bring a batch's table rows to the device, hidden behind other steps; NaN without tables."""
     account: AccountState | None = None
     """What exploring other batches has cost and may cost; None if the run does not explore."""
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the window."""
+        return self.metrics["loss"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -225,8 +225,8 @@ def _for_record(kind: type[Event]) -> tuple[str, ...]:
 class Teller:
     """A thread that calls hooks. If a hook raises, `on_error` is called, and the next event is handled.
 
-    `is_awaited` is true while training waits for the hooks; `book` receives the seconds that this took, under
-    the name of a time bucket.
+    `short_windows` says that a window may be as short as a step. `is_awaited` is true while training waits
+    for the hooks; `book` receives the seconds that this took, under the name of a time bucket.
     """
 
     def __init__(
@@ -237,6 +237,7 @@ class Teller:
         clock: Clock,
         on_error: Callable[[BaseException], None],
         book: Callable[[str, float], None],
+        short_windows: bool = False,
     ):
         self._hooks = hooks
         self._is_stopping = is_stopping
@@ -244,7 +245,7 @@ class Teller:
         self._book = book
         self._current: Any = None  # the hook that was called last
         self._has_warned = False
-        self._hears_steps = hear(hooks, StepEnd)
+        self._hears_steps = hear(hooks, StepEnd) or (short_windows and hear(hooks, Window))
         self.is_awaited = False
         self._worker: QueueWorker[Event] = QueueWorker(
             "hooks",
@@ -264,7 +265,8 @@ class Teller:
     def hold_up(self, num_coming: Callable[[], int]) -> None:
         """Wait while the hooks are far behind, but not after a stop was requested.
 
-        `num_coming` counts the steps that are done and have not become events yet, if hooks hear of steps.
+        `num_coming` counts the steps that are done and have not become events yet. They count if hooks hear
+        of each step, or of windows as short.
         """
 
         def num_behind() -> int:

@@ -1,4 +1,4 @@
-"""Trackers: hooks that send a run's numbers to Weights & Biases, MLflow or a CSV file.
+"""Trackers: hooks that send a run's numbers to Weights & Biases, MLflow or a CSV file, or to Optuna.
 
     MyTrainer(config, hooks=[jg.trackers.Wandb(project="digits"), jg.trackers.Csv()]).fit()
 
@@ -20,7 +20,7 @@ from typing import Any
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.observe import journal
 from jaxgoodput.observe.dashboard.scalars import flat, scalars_of, time_scalars
-from jaxgoodput.observe.events import Event, FitEnd, FitStart
+from jaxgoodput.observe.events import EvalEnd, Event, FitEnd, FitStart
 from jaxgoodput.observe.hooks import Hook
 
 IDENTITIES = "trackers.json"  # in the workdir: the ids of the tracker runs of this run
@@ -231,3 +231,46 @@ def _identity(run: Run, tracker: str, make: Any) -> str:
         known[tracker] = make()
         _write(path, json.dumps(known))
     return known[tracker]
+
+
+class Pruning(Hook):
+    """Reports a metric to a trial of Optuna, and ends the run if the trial is not worth more time.
+
+    After each evaluation, the metric called `metric` is reported. Optuna compares trials at equal steps.
+    These are base steps, rounded down to a multiple of `every_base_steps`, because runs with larger batches
+    are evaluated a little later: give it the interval of the evaluations, `Evaluation.every_base_steps`. If
+    Optuna says that the trial should be pruned, `Trainer.fit` saves, stops and raises `optuna.TrialPruned`,
+    as `study.optimize` expects.
+
+        def objective(trial):
+            rate = trial.suggest_float("rate", 1e-4, 1e-1, log=True)
+            pruning = jg.trackers.Pruning(trial, "accuracy", every_base_steps=100)
+            trainer = Net(config(rate, a_new_folder()), hooks=[pruning])
+            return trainer.evaluate(trainer.fit())["accuracy"]
+
+    It is for runs of one process. Each trial needs a workdir of its own, or it would resume another's run.
+
+    Raises (from the run) KeyError if an evaluation has no such metric.
+    """
+
+    def __init__(self, trial: Any, metric: str, *, every_base_steps: int | float):
+        self._trial, self._metric, self._every = trial, metric, every_base_steps
+        self._is_pruned = False  # the run may be ahead of its hooks, and be evaluated once more
+
+    def on_eval_end(self, event: EvalEnd, /) -> None:
+        """Report the metric, and raise `optuna.TrialPruned` if the trial should be pruned."""
+        if self._is_pruned:
+            return
+        if self._metric not in event.metrics:
+            raise KeyError(
+                f"Pruning: the evaluation has no metric {self._metric!r}. It has {', '.join(event.metrics)}."
+            )
+        value = event.metrics[self._metric]
+        self._trial.report(value, int(event.progress // self._every * self._every))
+        if self._trial.should_prune():
+            import optuna
+
+            self._is_pruned = True
+            raise optuna.TrialPruned(
+                f"{self._metric} was {value:.6g} after {event.progress:.0f} base steps"
+            )

@@ -87,14 +87,13 @@ class Analyst:
         self._requests = requests
         self._clock = clock
         self._adapt = adapt
-        explores = config.compiles_behind and config.policy == "goodput"
         # A schedule of the user's own needs the noise for what it changes.
         saves = config.compiles_behind and config.statistics.every_steps is None
         self._compiling = CompilationStarter(
             strategies,
             compile_s,
             clock.now(),
-            explores=explores,
+            explores=config.compiles_behind and config.policy == "goodput",
             saves=saves and isinstance(config.policy, str),
         )
         self._length = RunLength(
@@ -124,6 +123,7 @@ class Analyst:
             clock=clock,
             on_error=on_error,
             book=book,
+            short_windows=config.reporting.window_s < REST_S,
         )
         self._reporter = Reporter(
             self._teller.tell,
@@ -297,7 +297,8 @@ class Analyst:
             self._evidence.review(self._noise_scale(metrics.noise.expected))
         # At every step at first, while most time is left; it does not wait for the tuner.
         is_time = is_due or self._due.is_warming_up or self._compiling.is_time(step)
-        if self._compiling.is_open and is_time and not self._trials.is_running:
+        is_settled = not self._trials.is_running and self._due.has_arrived(step)
+        if self._compiling.is_open and is_time and is_settled:
             self._compiling.consider(
                 self._situation(step),
                 self._table,
@@ -315,9 +316,8 @@ class Analyst:
 
         The tuner is not asked: there is nothing to fit or to search.
         """
-        if self._scheduled() in (None, self._current.global_batch_size):
-            return False
-        if not self._due.has_arrived(step):
+        is_there = self._scheduled() in (None, self._current.global_batch_size)
+        if is_there or not self._due.has_arrived(step):
             return False
         situation = self._situation(step)
         verdict = tune(situation)

@@ -9,6 +9,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from absl import logging
 
@@ -39,11 +40,15 @@ WHOLE = 3
 TRIAL_STEPS, SHORT_STEPS = 16, 32
 
 FIXED_ON_CPU_S = 1.5e-3  # 200 operations of a small decoder, and its dispatch
+# Memory traffic of an update, in multiples of the state's bytes: gradients are made, read twice to check them
+# and to apply them, and what is updated is read and written.
+UPDATE_PASSES, CPU_BYTES_PER_S = 3, 1e10
 # Times as long as a plain step that what measures the noise takes to be compiled, about.
 MEASURING = 1.5
 TRIAL_WAIT_S = (
     5.0  # for the trial of a compiled size, before the noise of the one in use is measured
 )
+PATIENCE = 3.0  # times as long as expected that training waits for a compilation
 CONSIDER_EVERY = 16  # steps between two looks at whether compiling another size pays
 COMPILER_CORES = 1.8  # that a compilation keeps busy
 LEAST_DELAY, MOST_DELAY = 0.1, 0.9  # shares of a compilation's seconds, on a CPU
@@ -54,6 +59,14 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class _Hurried:
+    """What training waits for."""
+
+    size: int
+    measuring: bool  # whether for the size to measure the noise
 
 
 class StrategyCompiler:
@@ -83,7 +96,9 @@ class StrategyCompiler:
         self._reach = reach
         self._background = background
         self._compile_more = compile_more
-        self._hurried: int | None = None  # size that training waits for; replaced as a whole
+        # What training waits for, and for how many seconds at most; replaced as a whole.
+        self._hurried: tuple[_Hurried, float] | None = None
+        self._waited_s: dict[_Hurried, float] = {}  # so far
         self._lock = threading.Lock()  # guards everything below
         self._current = plan.start
         self._plans = {plan.start.strategy: plan}
@@ -172,9 +187,11 @@ class StrategyCompiler:
         """Most seconds of a step that need not grow with its batch; infinite if nothing is known of that.
 
         A small batch may leave an accelerator idle. It rarely leaves a CPU idle, except for the time that
-        dispatching a step and starting its operations takes.
+        dispatching a step and starting its operations takes. Updating the state takes as long with any batch.
         """
-        return FIXED_ON_CPU_S if self._is_on_cpu else math.inf
+        if not self._is_on_cpu:
+            return math.inf
+        return FIXED_ON_CPU_S + UPDATE_PASSES * self._state_bytes / CPU_BYTES_PER_S
 
     @property
     def delay(self) -> float:
@@ -193,6 +210,11 @@ class StrategyCompiler:
         If one compilation follows the other, few steps on a CPU are undisturbed.
         """
         return LEAST_DELAY if self._is_on_cpu else 0.0
+
+    @property
+    def _state_bytes(self) -> int:
+        """Bytes per device of the state under the strategy in use."""
+        return self._engines[self._current.strategy].state_bytes
 
     @property
     def _is_on_cpu(self) -> bool:
@@ -230,6 +252,10 @@ class StrategyCompiler:
         """Whether steps of the size in use, or of one nearby, can measure the noise by now."""
         return self.compiler(strategy).measures_near
 
+    def may_measure(self, config: BatchConfig) -> bool:
+        """Whether steps of `config` measure the noise, or may as far as is known before that is compiled."""
+        return self.compiler(config.strategy).may_measure(config.micro_batch_size)
+
     @property
     def compiles_one_by_one(self) -> bool:
         """Whether a single size may be compiled: several processes agree on all sizes of one order."""
@@ -239,18 +265,32 @@ class StrategyCompiler:
         """Compile one more micro-batch size in the background."""
         self.compiler(self._current.strategy).compile_next(size)
 
-    def hurry(self, size: int | None) -> None:
-        """Have training wait for a size of the strategy in use (`wait_if_hurried`), or for none."""
-        if size is not None and size != self._hurried:
-            logging.info("training waits until steps of %d samples per replica are compiled", size)
-        self._hurried = size
+    def hurry(self, size: int | None, *, measuring: bool = False, most_s: float = math.inf) -> None:
+        """Have training wait for a size of the strategy in use (`wait_if_hurried`), or for none.
+
+        If `measuring`, it waits until steps of the size in use can measure the noise. It waits for `most_s`
+        seconds at most: compiling may take longer than expected.
+        """
+        self._hurried = None if size is None else (_Hurried(size, measuring), most_s)
 
     def wait_if_hurried(self, timeout_s: float) -> bool:
-        """Wait for the size that training waits for; True if it is not there after `timeout_s`."""
-        size = self._hurried
-        if size is None:
+        """Wait for what training waits for; True if it is not there after `timeout_s`."""
+        if (waiting := self._hurried) is None:
             return False
-        return not self.compiler(self._current.strategy).wait_for(size, timeout_s)
+        hurried, most_s = waiting
+        waited_s = self._waited_s.get(hurried, 0.0)
+        compiler = self.compiler(self._current.strategy)
+        if waited_s >= most_s or compiler.wait_for(
+            hurried.size, timeout_s, measuring=hurried.measuring
+        ):
+            return False
+        if not waited_s and timeout_s:
+            what = "steps that measure the noise" if hurried.measuring else "steps"
+            logging.info(
+                "training waits until %s of %d samples per replica are compiled", what, hurried.size
+            )
+        self._waited_s[hurried] = waited_s + timeout_s
+        return True
 
     def start(self) -> None:
         """Compile other micro-batch sizes, and then other strategies, in the background from now on."""
@@ -535,7 +575,7 @@ class CompilationStarter:
     def _may_measure(self, ticket: Ticket) -> bool:
         """Whether to measure the noise of a batch that is kept."""
         strategies, config = self._strategies, ticket.config
-        if not self._saves or self._explorer.has_begun:
+        if not self._saves or self._explorer.has_begun or self._explorer.awaits_noise:
             return True
         is_base = config.global_batch_size == strategies.limits(config.strategy).base
         if not is_base or len(strategies.ready(config.strategy)) > 1:
@@ -570,8 +610,8 @@ class CompilationStarter:
         alone = strategies.compiles_one_by_one
         num_plain = strategies.num_plain(strategy)
         if not alone:
-            num_plain = WHOLE * max(len(sizes) - len(settled), 1)
-        # What would be compiled before it, to measure the noise, is not worth waiting for.
+            num_plain = float(WHOLE * max(len(sizes) - len(settled), 1))
+        # A size is not waited for while what measures the noise is compiled before it.
         may_hurry = alone and strategies.measures_near(strategy)
         found = self._explorer.next(
             situation,
@@ -581,15 +621,39 @@ class CompilationStarter:
             now_s=now_s,
             num_plain=num_plain,
             may_hurry=may_hurry,
+            measuring_s=self._measuring_s(situation.current) if alone else None,
         )
-        strategies.hurry(self._explorer.compiling if self._explorer.is_hurried else None)
-        if found is not None and alone:
+        self._hurry(situation.current, num_plain)
+        if self._explorer.awaits_noise and situation.current.num_micro_batches == 1:
+            strategies.adopt(situation.current)
+        if found is not None:
             self._strategy = strategy
+        if found is not None and alone:
             if not strategies.measures_near(strategy):  # whether the size is tried depends on it
                 strategies.adopt(situation.current)
             strategies.compile_next(found.size)
         elif found is not None:
             self._start_all()
+
+    def _measuring_s(self, config: BatchConfig) -> float | None:
+        """Return how long it takes to compile what measures the noise of a batch; None if nothing can."""
+        if config.num_micro_batches > 1:
+            return 0.0  # the micro-batches tell it
+        if not self._strategies.may_measure(config):
+            return None
+        is_there = self._strategies.measures_near(config.strategy)
+        return 0.0 if is_there else MEASURING * self._explorer.compile_s
+
+    def _hurry(self, config: BatchConfig, num_plain: float) -> None:
+        """Have training wait for what the explorer hurries, if anything."""
+        explorer, hurry = self._explorer, self._strategies.hurry
+        if explorer.hurries_noise:
+            most_s = PATIENCE * MEASURING * explorer.compile_s
+            hurry(config.micro_batch_size, measuring=True, most_s=most_s)
+        elif explorer.is_hurried:
+            hurry(explorer.compiling, most_s=PATIENCE * num_plain * explorer.compile_s)
+        else:
+            hurry(None)
 
     def _start_all(self) -> None:
         self._strategies.start()

@@ -231,6 +231,11 @@ class SizeCompiler:
         with self._changed:
             return self._measurable.get(size, False)
 
+    def may_measure(self, size: int) -> bool:
+        """Return whether steps of this size can measure the noise; True while that is not known."""
+        with self._changed:
+            return self._measurable.get(size, True)
+
     @property
     def measures_near(self) -> bool:
         """Whether steps of the size in use, or within a factor `reach` of it, can measure the noise."""
@@ -321,18 +326,21 @@ class SizeCompiler:
                 lambda: not self._is_waiting() or self._error is not None, timeout_s
             )
 
-    def wait_for(self, size: int, timeout_s: float) -> bool:
-        """Wait until a size is compiled, or will not be; False if `timeout_s` is over before."""
+    def wait_for(self, size: int, timeout_s: float, *, measuring: bool = False) -> bool:
+        """Wait until a size is compiled, or will not be; False if `timeout_s` is over before.
+
+        If `measuring`, wait until it is compiled to measure the noise, or is not in use any more.
+        """
+
+        def is_over() -> bool:
+            if self._is_closed or self._error is not None:
+                return True
+            if measuring:
+                return self._to_measure() != size
+            return self._is_done(size) or size not in self._order[: self._num_to_do()]
+
         with self._changed:
-            return self._changed.wait_for(
-                lambda: (
-                    self._is_done(size)
-                    or size not in self._order[: self._num_to_do()]
-                    or self._is_closed
-                    or self._error is not None
-                ),
-                timeout_s,
-            )
+            return self._changed.wait_for(is_over, timeout_s)
 
     def close(self) -> None:
         """Stop compiling in the background; waits for the program that is being compiled."""

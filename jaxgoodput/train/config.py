@@ -180,6 +180,11 @@ class Evaluation:
     micro_batch_size: Count | None = None
     """Samples per replica at once; None for as many as with the base batch, or more while they take little
     memory."""
+    patience_base_steps: Annotated[Positive, _NO_LIMIT] | None = None
+    """Base steps without a better value of `Saving.best` after which the run ends; None to go on.
+
+    The best one may be of an earlier run in the workdir. `Trainer.restore(best=True)` returns it.
+    """
 
 
 @typed
@@ -344,6 +349,12 @@ class Config:
             raise ValueError(
                 f"Config.saving.best={self.saving.best!r} needs evaluations during training: set "
                 "evaluation.every_base_steps or evaluation.every_s."
+            )
+        if evaluation.patience_base_steps is not None and self.saving.best is None:
+            raise ValueError(
+                f"Config.evaluation.patience_base_steps={evaluation.patience_base_steps} waits for a better "
+                "value of a metric: name it in saving.best, such as saving=Saving(best='accuracy', "
+                "best_mode='max')."
             )
         if self.compute_dtype is not None:
             _check_compute_dtype(self.compute_dtype)

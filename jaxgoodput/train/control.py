@@ -6,11 +6,10 @@ reduction of a step. Every process knows the sum before it dispatches step + `DE
 takes no further message and no further collective, and all processes get the same answer.
 """
 
-import contextlib
 import dataclasses
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -348,18 +347,6 @@ def explained(error: Exception, doing: str) -> Exception:
             "values outside of fit, under jax.jit, and JAX names the operation."
         )
     return error
-
-
-@contextlib.contextmanager
-def explaining(doing: str) -> Iterator[None]:
-    """Raise errors of the block as `explained` does."""
-    try:
-        yield
-    except Exception as error:
-        told = explained(error, doing)
-        if told is error:
-            raise
-        raise told from None  # pages of JAX's and XLA's own frames say no more
 
 
 def is_of_a_peer(error: BaseException) -> bool:

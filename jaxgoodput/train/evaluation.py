@@ -73,7 +73,7 @@ class Evaluator:
     Each process evaluates its own part of the samples. If a state spans processes, they evaluate every batch
     together, each with the rows of its devices. A state is evaluated on the mesh that it lies on, or on the
     devices of `layout` if it lies on no mesh. `read` turns a batch on the host into the batch that `metrics`
-    gets, and `blank` makes one of the same shapes without reading.
+    gets, and `blank` makes one of the same shapes without reading. `name` is what errors call `metrics`.
 
     A batch has `micro_batch_size` samples per replica. If that is None it has `base`, or more of them: as
     many as keep every intermediate value small (`WIDEST`), because starting a small batch takes longer than
@@ -96,8 +96,9 @@ class Evaluator:
         num_retries: int = 0,
         read: Callable[[PyTree], PyTree] = lambda rows: rows,
         blank: Callable[[PyTree], PyTree] = lambda rows: rows,
+        name: str = "metrics",
     ):
-        self._metrics = metrics
+        self._metrics, self._name = metrics, name
         self._read, self._blank = read, blank
         self._source = source
         self._again = Attempts(num_retries=num_retries, clock=clock)
@@ -151,7 +152,7 @@ class Evaluator:
         )
         metrics = in_mesh(self._metrics, mesh.abstract_mesh, self._layout.strategy)
 
-        def run(params: PyTree, model_state: PyTree, batch: PyTree) -> Mapping[str, Any]:
+        def run(params: PyTree, model_state: PyTree, batch: PyTree) -> Any:
             # An average may have a wider type than the parameters.
             params = jax.tree.map(lambda x, own: x.astype(own.dtype), params, abstract.params)
             return metrics(cast(params, self._compute_dtype), model_state, batch)
@@ -166,11 +167,16 @@ class Evaluator:
 
         per_replica = min(self._micro_batch_size or self._base, share)
         shapes = jax.eval_shape(run, *arguments(per_replica))
+        if not isinstance(shapes, Mapping) or any(map(_is_nested, shapes.values())):
+            raise TypeError(
+                f"{self._name} must return arrays by name, such as "
+                '{"accuracy": one value per sample}, and nothing nested.'
+            )
         for name, out in shapes.items():
             num_rows = per_replica * num_replicas
             if not out.shape or out.shape[0] != num_rows:
                 raise TypeError(
-                    f"metrics[{name!r}] has shape {out.shape} for {num_rows} samples. Return one value "
+                    f"{self._name}[{name!r}] has shape {out.shape} for {num_rows} samples. Return one value "
                     f"(or row) per sample, shape ({num_rows}, ...), so that padding can be removed."
                 )
         return _Question(
@@ -269,6 +275,56 @@ class Evaluator:
             every = every[:: self._process_count // num_parts]  # one process for each mesh
             gathered[name] = np.concatenate([r[:n] for r, n in zip(every, counts, strict=True)])
         return gathered
+
+
+class Evaluators:
+    """The evaluators of one or several data sets, by name; the name of a single one is ""."""
+
+    def __init__(self, each: Mapping[str, Evaluator]):
+        self._each = dict(each)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches begun so far, which serves as a heartbeat."""
+        return sum(one.num_batches for one in self._each.values())
+
+    def check(self, abstract: TrainState) -> tuple[str, ...]:
+        """Return the names of the metrics of all data sets, without compiling; see `Evaluator.check`."""
+        return tuple(
+            _named(data, metric)
+            for data, one in self._each.items()
+            for metric in one.check(abstract)
+        )
+
+    def compile(self, abstract: TrainState) -> None:
+        """Compile ahead for states with the layout of `abstract`; see `Evaluator.compile`."""
+        for one in self._each.values():
+            one.compile(abstract)
+
+    def __call__(
+        self,
+        state: TrainState,
+        summarize: Callable[[Mapping[str, np.ndarray]], Mapping[str, float]],
+        *,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> dict[str, float]:
+        """Return what `summarize` makes of the outputs for every sample of each data set.
+
+        `meanwhile` is called before every batch and may raise.
+        """
+        return {
+            _named(data, metric): float(value)
+            for data, one in self._each.items()
+            for metric, value in summarize(one(state, meanwhile=meanwhile)).items()
+        }
+
+
+def _is_nested(value: PyTree) -> bool:
+    return jax.tree.leaves(value) != [value]
+
+
+def _named(data: str, metric: str) -> str:
+    return f"{data}/{metric}" if data else metric
 
 
 def _even(share: int, *, least: int, most: int) -> int:

@@ -10,6 +10,7 @@ batch have an object each (`duties/`).
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import numpy as np
@@ -111,7 +112,8 @@ class Loop:
         given = (start, config, self.analyst, ledger, clock)
         self._reader = BatchReader(*given)
         self._switcher = BatchSwitcher(*given)
-        self._evaluations = Evaluations(*given, summarize=task.summarize)
+        finish = partial(requests.post, Control(finish=True))
+        self._evaluations = Evaluations(*given, summarize=task.summarize, finish=finish)
         certifier = Certifier(start, requests)
         self._saver = Saver(*given, done=lambda: self.done, certifier=certifier)
         self._refusals = Refusals(start, config, ledger, self._saver)
@@ -276,7 +278,7 @@ class Loop:
                 self.now.look_at(result)
             if not has_data and not self._ending.is_early:
                 self._reader.tell_end()
-            return not self._ending.is_early and self._evaluate()
+            return not self._ending.is_early and self._evaluate(at_end=True)
         finally:
             self.now.expects_steps = False
 
@@ -417,9 +419,9 @@ class Loop:
 
     # -- what the loop does besides stepping -----------------------------------------------------
 
-    def _evaluate(self) -> bool:
+    def _evaluate(self, *, at_end: bool = False) -> bool:
         try:
-            return self._evaluations.evaluate(meanwhile=self._unless_stopping)
+            return self._evaluations.evaluate(meanwhile=self._unless_stopping, at_end=at_end)
         except Stopping:
             logging.info(
                 "the evaluation of step %d is skipped: a stop was requested", self.now.step

@@ -23,7 +23,7 @@ from jaxgoodput._worker import Worker
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.fingerprint import Fingerprint, fingerprint
 from jaxgoodput.data.loader import Loader
-from jaxgoodput.data.sources import StreamSource
+from jaxgoodput.data.streams import StreamSource
 from jaxgoodput.engine.engine import Engine
 from jaxgoodput.engine.state import TrainState
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
@@ -40,7 +40,7 @@ from jaxgoodput.train.checkpoints.writer import Checkpoints
 from jaxgoodput.train.compile_ahead import StrategyCompiler
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import Requests
-from jaxgoodput.train.evaluation import Evaluator
+from jaxgoodput.train.evaluation import Evaluators
 from jaxgoodput.train.process import keep_freed_pages
 from jaxgoodput.train.runs.kinds import Run, has_others, is_alone, place_of, run_of
 from jaxgoodput.train.runs.membership import Membership, RunSnapshot
@@ -90,7 +90,7 @@ class PreparedRun:
     checkpoints: Checkpoints
     loader: Loader
     feed: Feed
-    evaluator: Evaluator | None
+    evaluator: Evaluators | None
     """None if there is nothing to evaluate on."""
     limits: BatchLimits
     dataset_size: int
@@ -362,10 +362,10 @@ def _resume(
 
 def _evaluation(
     setup: RunSetup, beginning: Beginning, tables: Tables, ledger: TimeLedger
-) -> Evaluator | None:
+) -> Evaluators | None:
     """Return the evaluation of the held-out data, checked before training; None if there is nothing to do."""
     inputs, config = setup.inputs, setup.config
-    if inputs.eval_dataset is None and not _is_periodic(config):
+    if not inputs.eval_datasets and not _is_periodic(config):
         return None
     evaluator = evaluator_of(inputs, setup.where, tables)
     abstract = beginning.engine.abstract_state()
@@ -399,7 +399,7 @@ def _value_checks(beginning: Beginning, ledger: TimeLedger) -> ValueChecks:
 def _compile_first(
     setup: RunSetup,
     beginning: Beginning,
-    evaluator: Evaluator | None,
+    evaluator: Evaluators | None,
     values: ValueChecks,
     stack: contextlib.ExitStack,
     ledger: TimeLedger,

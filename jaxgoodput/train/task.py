@@ -41,6 +41,7 @@ class Task:
             f"{type(self).__name__} defines neither loss nor loss_and_state. Write "
             "loss(self, params, batch, key); for a model with mutable state, "
             "loss_and_state(self, params, model_state, batch, key) -> (loss, model_state)."
+            + _foreign(self, "loss")
         )
 
     def loss_and_state(
@@ -110,13 +111,13 @@ class Task:
         at once.
 
         Two kinds have no epochs. They are read in their own order and need `Config.base_steps`: a
-        `MapDataset` after `.repeat()`, and a stream. A stream is a grain `IterDataset`, or an iterable whose
-        iterator has `get_state()` and `set_state(state)`, with JSON values or bytes; or that has
-        `state_dict()` and `load_state_dict(state)`, like the data sets of Hugging Face and the loaders of
-        torchdata. Its state is saved in checkpoints, and samples are used exactly once if the restored stream
-        repeats them, which is tried before the run begins. The run ends when
-        the stream does. Every process reads the whole stream and trains on its part, so it must be the same
-        in all processes.
+        `MapDataset` after `.repeat()`, and a stream, which is any other iterable of samples. `stream` makes
+        one of a loader of batches, and of several passes. If its iterator has `get_state()` and
+        `set_state(state)`, with JSON values or bytes, or it has `state_dict()` and `load_state_dict(state)`,
+        its state is saved in checkpoints; otherwise a resumed run skips what was used. Samples are used
+        exactly once if the restored stream repeats them, which is tried before the run begins. The run ends
+        when the stream does. Every process reads the whole stream and trains on its part, so it must be the
+        same in all processes.
         """
         raise _undefined(
             self,
@@ -128,11 +129,20 @@ class Task:
         """Return held-out samples, or None; evaluated as `Config.evaluation` says, and at the end."""
         return None
 
+    def eval_datasets(self) -> Mapping[str, Any] | None:
+        """Return several sets of held-out samples by name, instead of `eval_dataset`; or None.
+
+        Each is evaluated by the same `metrics` and `summarize`, and its results are called "name/metric",
+        such as "test/accuracy".
+        """
+        return None
+
     def metrics(self, params: PyTree, batch: PyTree) -> Mapping[str, Any]:
         """Return the per-sample outputs of an evaluation by name, each `[batch, ...]`."""
         raise TypeError(
             f"{type(self).__name__} has an eval_dataset but no metrics. Write "
             "metrics(self, params, batch) -> {name: one value per sample}."
+            + _foreign(self, "metrics")
         )
 
     def metrics_with_state(
@@ -157,8 +167,26 @@ class Task:
         return None
 
 
+# Methods that other trainers call, by the one that has their part here.
+FOREIGN = {
+    "init": ("init_params", "init_fn", "init_model"),
+    "loss": ("training_step", "train_step", "compute_loss", "loss_fn", "forward"),
+    "optimizer": ("configure_optimizers", "create_optimizer"),
+    "dataset": ("train_dataloader", "get_train_dataloader", "train_dataset"),
+    "metrics": ("validation_step", "test_step", "eval_step", "compute_metrics"),
+}
+
+
 def _undefined(task: Task, name: str, what: str) -> TypeError:
-    return TypeError(f"{type(task).__name__} does not define {name}. Write {what}.")
+    return TypeError(
+        f"{type(task).__name__} does not define {name}. Write {what}.{_foreign(task, name)}"
+    )
+
+
+def _foreign(task: Task, missing: str) -> str:
+    """Return a sentence on a method that other trainers call in place of a `missing` one, if there is one."""
+    names = [one for one in FOREIGN[missing] if callable(getattr(type(task), one, None))]
+    return f" The run does not call {names[0]}: {missing} has its part." if names else ""
 
 
 # The arguments of each method, without self. An optional method is checked only if the task defines it.

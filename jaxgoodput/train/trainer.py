@@ -1,10 +1,12 @@
 """`Trainer`: the class that a user subclasses; trains, evaluates and restores a task."""
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any, NoReturn, final
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar, final
 
 import jax
+import numpy as np
 
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.engine.state import TrainState
@@ -12,7 +14,7 @@ from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.console import starting
 from jaxgoodput.observe.events import HostJudged
-from jaxgoodput.parallel.place import place, replicas_of_group
+from jaxgoodput.parallel.place import Place, place, replicas_of_group
 from jaxgoodput.train.checkpoints.writer import Checkpoints
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import (
@@ -22,9 +24,8 @@ from jaxgoodput.train.control import (
     NotSaved,
     Preempted,
     Requests,
-    explaining,
 )
-from jaxgoodput.train.evaluation import Evaluator
+from jaxgoodput.train.evaluation import Evaluators
 from jaxgoodput.train.loop import Loop
 from jaxgoodput.train.prepare import prepare
 from jaxgoodput.train.process import (
@@ -35,12 +36,31 @@ from jaxgoodput.train.process import (
     changed_process,
 )
 from jaxgoodput.train.runs.elastic import GenerationStart, fit_generations
+from jaxgoodput.train.runs.kinds import hosts_may_change
 from jaxgoodput.train.runs.membership import Membership, RunSnapshot, SaveHere
+from jaxgoodput.train.start.idioms import explaining
 from jaxgoodput.train.start.plans import rehearse
-from jaxgoodput.train.start.problem import TaskInputs, evaluator_of
+from jaxgoodput.train.start.problem import TaskInputs, evaluator_of, predictor_of
 from jaxgoodput.train.start.restoring import restored_state, save_kept
-from jaxgoodput.train.tables.commits import Opener
+from jaxgoodput.train.tables.commits import Opener, Tables
 from jaxgoodput.train.task import Task
+
+T = TypeVar("T")
+
+
+def _refusing_arguments(method: Callable[[T], TrainState]) -> Callable[[T], TrainState]:
+    """Refuse arguments, such as data or a number of epochs, that the method would have in other libraries."""
+
+    @functools.wraps(method)
+    def called(self: T, *given: Any, **named: Any) -> TrainState:
+        if given or named:
+            raise TypeError(
+                f"{method.__name__}() takes no arguments. The data come from dataset(), the length from "
+                "Config.epochs or Config.base_steps, and the batch from Config.batch."
+            )
+        return method(self)
+
+    return called
 
 
 class Trainer(Task):
@@ -62,6 +82,11 @@ class Trainer(Task):
         initial: Any = None,
         loop: type[Loop] = Loop,
     ):
+        if not isinstance(config, Config):
+            raise TypeError(
+                f"{type(self).__name__}(config) takes a jaxgoodput.Config; got {type(config).__name__}. "
+                "Write Config(workdir=..., batch=BatchLimits(base=..., max=...), base_steps=...)."
+            )
         self.config = config
         self.clock = clock or SystemClock()
         self.devices = devices
@@ -70,9 +95,10 @@ class Trainer(Task):
         self._loop_class = loop
         self._requests: Requests | None = None
         self._loop: Loop | None = None
-        self._evaluator: Evaluator | None = None
+        self._evaluator: Evaluators | None = None
 
     @final
+    @_refusing_arguments
     def fit(self) -> TrainState:
         """Train, and return the final state. If the workdir holds a checkpoint, resume from it.
 
@@ -132,6 +158,8 @@ class Trainer(Task):
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Return what `summarize` makes of `metrics` over the whole `eval_dataset`, every sample once.
 
+        With `eval_datasets`, the results of each are called "name/metric".
+
         If the state has an average of the parameters (`Config.ema`), that is evaluated; to evaluate the
         trained parameters, call `evaluate(dataclasses.replace(state, ema=None))`. Rows of tables are read as
         they were saved with the step of the state, even if another number of processes has saved them.
@@ -141,14 +169,38 @@ class Trainer(Task):
         inputs = self._inputs()
         with explaining("the evaluation"), jax.transfer_guard("allow"):
             if inputs.tables.plans:
-                outputs = self._outputs_with_tables(inputs, state)
-            else:
-                if self._evaluator is None:
-                    where = place(self.devices, self.config.strategies)
-                    self._evaluator = evaluator_of(inputs, where)
-                outputs = self._evaluator(state)
-        summary = self.summarize(outputs)
-        return {name: float(value) for name, value in summary.items()}
+                with self._placed(inputs, state) as (where, tables):
+                    return evaluator_of(inputs, where, tables)(state, self.summarize)
+            if self._evaluator is None:
+                where = place(self.devices, self.config.strategies)
+                self._evaluator = evaluator_of(inputs, where)
+            return self._evaluator(state, self.summarize)
+
+    def predict(
+        self, state: TrainState, data: Any, outputs: Callable[..., Mapping[str, Any]] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Return outputs by name for every sample of `data`, in its order: arrays with one row per sample.
+
+        `data` may be what `eval_dataset` may return. `outputs(params, model_state, batch)` computes them,
+        each `[batch, ...]`, and gets the `rows` of tables as `loss` does; by default they are those of
+        `metrics`. The average of the parameters is used if there is one, and rows of tables as they were
+        saved, as in `evaluate`. Every call compiles once, so give it all data at once. Several processes call
+        it together with the same data, and each gets all outputs, in memory.
+
+        Raises:
+          ValueError: the data have no end, or rows of that step are not kept.
+          TypeError: an output is not one value (or row) per sample.
+          RuntimeError: hosts of this job come and go; restore the state in a job of its own.
+        """
+        if hosts_may_change():
+            raise RuntimeError(
+                "predict() needs processes that stay, and hosts of this job come and go (run --nnodes). Call "
+                "it in another job, on the state that restore() returns there."
+            )
+        inputs = self._inputs()
+        with explaining("the prediction"), jax.transfer_guard("allow"):
+            with self._placed(inputs, state) as (where, tables):
+                return predictor_of(inputs, where, tables, data, outputs)(state)
 
     def _inputs(self) -> TaskInputs:
         """Return the task's methods, to be checked. Raises RuntimeError if nothing can be compiled."""
@@ -160,16 +212,22 @@ class Trainer(Task):
             )
         return TaskInputs(self, self.config, self.clock)
 
-    def _outputs_with_tables(self, inputs: TaskInputs, state: TrainState) -> Any:
-        where = place(self.devices, self.config.strategies, spanning=True)
+    @contextlib.contextmanager
+    def _placed(self, inputs: TaskInputs, state: TrainState) -> Iterator[tuple[Place, Tables]]:
+        """Open the tables of a state, on this trainer's devices, for the block."""
+        plans = inputs.tables.plans
+        where = place(self.devices, self.config.strategies, spanning=bool(plans))
         with contextlib.ExitStack() as stack:
+            if not plans:
+                yield where, {}
+                return
             opener = stack.enter_context(
-                Opener.connected(inputs.tables.plans, self.config.workdir, where, self.clock)
+                Opener.connected(plans, self.config.workdir, where, self.clock)
             )
             tables = opener.of_step(int(state.step))
             for table in tables.values():
                 stack.callback(table.close)
-            return evaluator_of(inputs, where, tables)(state)
+            yield where, tables
 
     @final
     def request_stop(self) -> None:
@@ -266,7 +324,8 @@ class _Fit:
         replicas = replicas_of_group(config.strategies, num_devices)
         share = max(config.batch.base // replicas, 1) if even else None
         if membership.num_others:
-            rehearse(self._inputs, membership.num_others + 1, group_size)
+            with explaining("the start of the run"):
+                rehearse(self._inputs, membership.num_others + 1, group_size)
         try:
             return fit_generations(
                 self.train,

@@ -17,7 +17,7 @@ from jaxgoodput.goodput.search import BatchConfig, BatchLimits, best_batch
 from jaxgoodput.text import count, estimate, percent, roughly, with_error
 from jaxgoodput.tune.evidence import is_denied
 from jaxgoodput.tune.strategy import choose_strategy, effect, judge_trial
-from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS, Situation, Verdict
+from jaxgoodput.tune.verdict import LEAST_FIXED, PROBE_S, PROBE_STEPS, Situation, Verdict
 
 # How many times the expected noise an optimist believes in. In the mean over a run the exact one was up to
 # twice as large in four of five models, and at single points several times. With 4 times as much, the
@@ -211,7 +211,8 @@ def _later_probe(situation: Situation) -> Verdict | None:
     probe, hope = options[int(np.argmax(hopes))], hopes.max() / gains(timed).max(initial=1.0)
     if not (hope >= 1 + situation.caution.min_gain and trial_pays(situation, probe, float(hope))):
         return None
-    hoped_s = hoped_seconds(situation.seconds_by_size, [probe.micro_batch_size])[0]
+    size = probe.micro_batch_size
+    hoped_s = hoped_seconds(situation.seconds_by_size, [size], situation.fixed_s)[0]
     lucks = []
     if probe.global_batch_size > current.global_batch_size:
         lucks.append("the noise is larger than measured")
@@ -439,7 +440,7 @@ def modelled_gain(situation: Situation, sizes: Sequence[int], batches: np.ndarra
     each = np.asarray(sizes)[:, None]
     counts = batches // (each * current.num_replicas)
     there = np.asarray(model.throughput(here.placement, each, counts))
-    hoped_s = hoped_seconds(situation.seconds_by_size, sizes)[:, None]
+    hoped_s = hoped_seconds(situation.seconds_by_size, sizes, situation.fixed_s)[:, None]
     there = np.where(counts == 1, np.fmax(there, batches / hoped_s), there)
     now = model.throughput(here.placement, current.micro_batch_size, current.num_micro_batches)
     worth = _optimistic_worth(situation, current.global_batch_size, batches)
@@ -447,17 +448,22 @@ def modelled_gain(situation: Situation, sizes: Sequence[int], batches: np.ndarra
     return np.where((batches >= limits.smallest) & (batches <= limits.max), hope, 0.0)
 
 
-def hoped_seconds(seconds_by_size: Mapping[int, float], sizes: Sequence[int]) -> np.ndarray:
+def hoped_seconds(
+    seconds_by_size: Mapping[int, float], sizes: Sequence[int], fixed_s: float = math.inf
+) -> np.ndarray:
     """Return the step time that one may hope for with each size, `[sizes]`, between two that were timed.
 
     The time is assumed to be convex in the size: up to a knee it grows as it did below, and from there on it
     is on a line to the larger neighbour that is no steeper than above. The knee may be anywhere up to where
-    both lines meet, and is hoped to be at `KNEE` of that way. NaN for other sizes.
+    both lines meet, and is hoped to be at `KNEE` of that way. All but `fixed_s` seconds of the smaller
+    neighbour's step, or `LEAST_FIXED` of it, grow in proportion at least. NaN for other sizes.
 
     >>> hoped_seconds({16: 0.02, 64: 0.02, 256: 0.08, 512: 0.16}, [64, 128])  # a knee may be at 64
     array([ nan, 0.04])
     >>> hoped_seconds({16: 0.02, 64: 0.16}, [32, 48]).round(3)  # 64 was too large, and 48 may be
     array([0.02 , 0.041])
+    >>> hoped_seconds({16: 0.02, 64: 0.16}, [32], fixed_s=0.005)  # most of a step must grow
+    array([0.035])
     """
     found = np.full(len(sizes), np.nan)
     timed = sorted(seconds_by_size.items())
@@ -475,7 +481,10 @@ def hoped_seconds(seconds_by_size: Mapping[int, float], sizes: Sequence[int]) ->
         knee = smaller * (latest / smaller) ** KNEE
         knee_s = smaller_s + before * (knee - smaller)
         start = (smaller, smaller_s) if size <= knee else (larger, larger_s)
-        found[i] = start[1] + _slope(start, (knee, knee_s)) * (size - start[0])
+        hoped_s = start[1] + _slope(start, (knee, knee_s)) * (size - start[0])
+        growing_s = max(smaller_s - max(fixed_s, LEAST_FIXED * smaller_s), 0.0)
+        grown_s = smaller_s + growing_s * (size / smaller - 1)
+        found[i] = max(hoped_s, min(grown_s, smaller_s + straight * (size - smaller)))
     return found
 
 

@@ -1,11 +1,11 @@
 """Decides which batch size is worth being compiled and tried next, and keeps account of what that costs.
 
 Exploring delays training by a price in seconds, which is known beforehand. What it saves is a hope. The
-account earns a share of the time that passes. It may also borrow a share of the time that is left, if the
-hope repays the price several times; the more often, the more. So a short run explores little, unless very
-much may be saved, and a long run thoroughly. Compiling the
-sizes to be tried is charged, and so are their trials, but not what is compiled for a size that has proved
-better.
+account earns a share of the time that passes, and of what a found size saves. It may also borrow a share of
+the time that is left, if the hope repays the price several times; the more often, the more, unless the size
+explored last was tried in vain. So a short run explores little, unless very much may be saved, and a long run
+thoroughly. Compiling the sizes to be tried is charged, and so are their trials, but not what is compiled for
+a size that has proved better. What measures the noise is charged if less than `HURRY` is hoped for.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from typing import ClassVar
 import numpy as np
 
 from jaxgoodput.goodput.efficiency import is_known
+from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.text import percent, roughly
 from jaxgoodput.tune.batch import (
     REPAYMENT,
@@ -30,8 +31,10 @@ from jaxgoodput.tune.timings import TimingTable
 from jaxgoodput.tune.verdict import Situation
 
 EARNINGS = 0.02  # of the time passed
+FOUND = 0.05  # of the time that a found size is believed to save
 LOAN = 0.03  # of the time that is left
-# A loan that is expected to save as many times more may be as many times larger, up to this many times.
+# A loan that is expected to save as many times more may be as many times larger, up to this many times, as
+# long as the size explored last has kept what it promised.
 MOST_LOANS = 4.0
 # Share of a compilation's seconds by which it delays the steps beside it, until that has been measured.
 ASSUMED_DELAY = 0.3
@@ -52,6 +55,8 @@ class AccountState:
     """Estimated delay by exploring so far, including what was charged for the size being compiled."""
     loan_s: float
     """What may be borrowed now for a hope that just repays it; NaN if the time left is unknown."""
+    most_loans: float = MOST_LOANS
+    """Largest multiple of `loan_s` that a very promising hope may borrow."""
 
     @property
     def credit_s(self) -> float:
@@ -66,12 +71,12 @@ class AccountState:
     @property
     def most_s(self) -> float:
         """What may be borrowed at most, in the hope to save very much."""
-        return MOST_LOANS * self.loan_s
+        return self.most_loans * self.loan_s
 
     def allowance_s(self, price_s: float, saving_s: float) -> float:
         """Return what may be spent now on something that costs `price_s` and may save `saving_s`."""
         times = saving_s / (REPAYMENT * price_s) if price_s > 0 else math.inf
-        num_loans = min(times, MOST_LOANS)
+        num_loans = min(times, self.most_loans)
         return self.credit_s + (num_loans * self.loan_s if num_loans >= 1 else 0.0)
 
 
@@ -81,7 +86,9 @@ class Account:
 
     spent_s: float = 0.0
     expected_s: float = math.nan
-    """How long the whole run was expected to take when exploring began; NaN if unknown."""
+    """How long the whole run would take with the size in use when exploring began; NaN if unknown."""
+    most_loans: float = MOST_LOANS
+    """See `AccountState`."""
 
     def allows(self, price_s: float, *, saving_s: float, passed_s: float, left_s: float) -> bool:
         """Return whether to explore for `price_s` seconds now, in the hope to save `saving_s` seconds.
@@ -99,9 +106,12 @@ class Account:
         """
         found_s = self.expected_s - passed_s - left_s
         saved_s = found_s if found_s > 0 else 0.0  # NaN: unknown
-        earned_s = EARNINGS * (passed_s + saved_s)
+        earned_s = EARNINGS * passed_s + FOUND * saved_s
         return AccountState(
-            earned_s=earned_s, spent_s=self.spent_s, loan_s=LOAN * (left_s + saved_s)
+            earned_s=earned_s,
+            spent_s=self.spent_s,
+            loan_s=LOAN * (left_s + saved_s),
+            most_loans=self.most_loans,
         )
 
     def spend(self, price_s: float, *, total_s: float = math.nan) -> None:
@@ -119,6 +129,40 @@ class NextSize:
     """Samples per replica."""
     hope: float
     """Its optimistic goodput, relative to the best compiled batch."""
+
+
+class _Outcomes:
+    """What became of the sizes that were explored. A size is referred to with its strategy."""
+
+    def __init__(self):
+        self._first: tuple[str, int] | None = None  # in use when exploring began
+        self._last: tuple[str, int] | None = None  # chosen last
+        self._is_disappointing = False  # whether the last one that was tried is not used
+
+    def chosen(self, current: BatchConfig, size: int) -> None:
+        """Note that a size will be explored while `current` is in use."""
+        self._first = self._first or (current.strategy, current.micro_batch_size)
+        self._last = current.strategy, size
+
+    def tell(
+        self, account: Account, situation: Situation, total_s: float, *, is_compiled: bool
+    ) -> None:
+        """Tell the account, unless a trial is not over; `total_s` is how long the run is going to take."""
+        if situation.home is not None:
+            return
+        last, timed = self._last, situation.here.timed
+        here = situation.current.strategy, situation.current.micro_batch_size
+        if last is not None and is_compiled:
+            if here == last:
+                self._is_disappointing = False
+            elif here[0] == last[0] and last[1] in timed:
+                # Hopes for others are less credible, too.
+                self._is_disappointing = True
+        account.most_loans = 1.0 if self._is_disappointing else MOST_LOANS
+        if here == self._first:
+            # Nothing was found, so that a shorter forecast is not a saving.
+            expected_s = account.expected_s
+            account.expected_s = min(expected_s, total_s) if situation.disturbed else total_s
 
 
 class Explorer:
@@ -146,9 +190,17 @@ class Explorer:
         """Whether a compiled size is about to be tried, as last decided."""
         self.is_hurried = False
         """Whether training should wait for what is being compiled, as last decided."""
+        self.awaits_noise = False
+        """Whether a size may be worth its price if the noise is large, so that it should be measured."""
+        self.hurries_noise = False
+        """Whether training should wait for what measures the noise, as last decided."""
+        self._outcomes = _Outcomes()
+        self._pays_noise = False  # whether what measures it is charged
+        self._awaited_noise = False  # whether training ever waited for that
         self._has_few_cores = delay >= FEW_CORES_DELAY
         self._was_hurried = False  # at any time since the size that is being compiled was chosen
-        self._compile_s = compile_s
+        self.compile_s = compile_s
+        """How long compiling one size takes, as far as is known."""
         self._delay, self._least_delay = delay, least_delay
         self._began_s = began_s
         self._num_plain = 1.0  # how often that is charged for the size that is being compiled
@@ -157,7 +209,7 @@ class Explorer:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a size is being compiled, or was."""
+        """Whether anything was charged: a size, or what measures the noise for one."""
         return self.compiling is not None or self.account.spent_s > 0
 
     def next(
@@ -170,22 +222,30 @@ class Explorer:
         now_s: float,
         num_plain: float = 1.0,
         may_hurry: bool = True,
+        measuring_s: float | None = None,
     ) -> NextSize | None:
         """Return the size to compile now, if any, and charge its price. See `Hopes.next_size`.
 
         `num_plain` is how many times as long as one plain step everything takes that is then compiled, and
-        `now_s` the time; `may_hurry` says whether training can wait for it. None until the size before is
-        compiled.
+        `now_s` the time. `may_hurry` says whether training can wait for it. `measuring_s` is how long
+        compiling takes what measures the noise, 0 if that is there, None if the noise cannot be measured.
+        Until the noise is known, a size of which less than `HURRY` is hoped waits for it; for another one,
+        training may wait for what measures it. None until the size before is compiled.
         """
         left_s, passed_s = situation.left_s, now_s - self._began_s
-        self.is_hurried = False
+        self.is_hurried = self.awaits_noise = self.hurries_noise = False
         if math.isnan(left_s):
             return None
         hopes = Hopes.of(situation, sizes, table)
+        if is_known(situation.grad):
+            measuring_s = None
         may_hurry &= self._has_few_cores and is_known(situation.grad)
+        times = left_s, passed_s
+        is_compiled = self.compiling is None
+        self._outcomes.tell(self.account, situation, passed_s + left_s, is_compiled=is_compiled)
         if self.compiling is not None:
-            self.is_hurried = may_hurry and hopes.of_size(self.compiling) >= HURRY
-            self._was_hurried |= self.is_hurried
+            if hopes.of_size(self.compiling) >= HURRY:
+                self._hurry(hopes.of_size(self.compiling), may_hurry, measuring_s, *times)
             return None
         self.is_trial_due = hopes.is_trial_due
         found = hopes.next_size(settled)
@@ -193,19 +253,32 @@ class Explorer:
             least = percent(situation.caution.min_gain)
             self.outlook = f"no size left to compile may gain the {least} that a change must bring"
             return None
-        trial_s, is_hurried = _trial_s(situation, found), may_hurry and found.hope >= HURRY
-        price_s = num_plain * self._compile_s * (1.0 if is_hurried else self._delay) + trial_s
+        trial_s, whole_s = _trial_s(situation, found), num_plain * self.compile_s
         saving_s = left_s * (1 - 1 / found.hope)
+        # Waiting costs more, so what may not be spent on that may do for compiling beside training.
+        is_hurried = may_hurry and found.hope >= HURRY
+        is_hurried &= self._allows(whole_s + trial_s, found.hope, *times)
+        price_s = whole_s * (1.0 if is_hurried else self._delay) + trial_s
+        awaits_noise = measuring_s is not None and found.hope < HURRY
+        noise_s = 0.0
+        if measuring_s is not None and awaits_noise and not self._pays_noise:
+            noise_s = self._delay * measuring_s
+        price_s += noise_s
         what = f"compiling and trying micro-batches of {found.size}"
         price = f"training by about {roughly(price_s)}, and may save up to {roughly(saving_s)}"
-        if not self.account.allows(price_s, saving_s=saving_s, passed_s=passed_s, left_s=left_s):
+        if not self._allows(price_s, found.hope, *times):
             allowed_s = self.account.state(passed_s, left_s).allowance_s(price_s, saving_s)
-            limit = f"but only {roughly(allowed_s)} may be spent on that now"
-            if not allowed_s > 0:
-                limit = "but nothing may be spent on that now"
-            elif price_s <= allowed_s:
-                limit = "which is too little"
+            limit = _limit(price_s, allowed_s)
             self.outlook = f"{what} would delay {price} of the {roughly(left_s)} left, {limit}"
+            return None
+        if awaits_noise:
+            self.awaits_noise = True
+            self._pays_noise = True
+            self.account.spend(noise_s)
+            self.outlook = (
+                f"{what} would delay {price} of the {roughly(left_s)} left; the noise is measured first, "
+                "because it decides whether this pays"
+            )
             return None
         self.outlook = f"{what} delays {price} of the {roughly(left_s)} left"
         if is_hurried:
@@ -214,9 +287,34 @@ class Explorer:
         # Steps beside a compilation take longer than the ones that are left.
         total_s = math.nan if situation.disturbed else passed_s + left_s
         self.account.spend(price_s, total_s=total_s)
+        self._outcomes.chosen(situation.current, found.size)
         self.compiling, self._num_plain = found.size, num_plain
         self._charged_s, self._trial_s = price_s, trial_s
         return found
+
+    def _hurry(
+        self,
+        hope: float,
+        may_hurry: bool,
+        measuring_s: float | None,
+        left_s: float,
+        passed_s: float,
+    ) -> None:
+        """Decide whether training waits for the size that is being compiled, or for the noise before it."""
+        more = 1 - self._delay  # than beside training
+        if may_hurry:
+            price_s = more * self._num_plain * self.compile_s
+            is_paid = self._was_hurried or self._allows(price_s, hope, left_s, passed_s)
+            self.is_hurried = self._was_hurried = is_paid
+        if measuring_s and self._has_few_cores:
+            # Begun, it goes on. It is not charged: the noise is needed for any batch that may gain much.
+            self._awaited_noise |= self._allows(more * measuring_s, hope, left_s, passed_s)
+            self.hurries_noise = self._awaited_noise
+
+    def _allows(self, price_s: float, hope: float, left_s: float, passed_s: float) -> bool:
+        """Return whether the account allows a price for a size with this hope."""
+        saving_s = left_s * (1 - 1 / max(hope, 1.0))
+        return self.account.allows(price_s, saving_s=saving_s, passed_s=passed_s, left_s=left_s)
 
     def compiled(self, took_s: float, table: TimingTable) -> None:
         """Note that the size chosen last is compiled, or was refused untried.
@@ -226,7 +324,7 @@ class Explorer:
         self.compiling, real_s = None, 0.0
         self.is_trial_due = took_s > 0  # until it is decided again
         if took_s > 0:
-            self._compile_s, delay = took_s, 1.0
+            self.compile_s, delay = took_s, 1.0
             if not self._was_hurried:
                 # Beside training it takes longer, and a smaller share of that delays training.
                 self._delay = min(self._delay, ASSUMED_DELAY)
@@ -237,6 +335,15 @@ class Explorer:
             real_s = self._num_plain * took_s * delay + self._trial_s
         self.is_hurried = self._was_hurried = False
         self.account.spend(real_s - self._charged_s)
+
+
+def _limit(price_s: float, allowed_s: float) -> str:
+    """Say why a price is too high."""
+    if not allowed_s > 0:
+        return "but nothing may be spent on that now"
+    if price_s <= allowed_s:
+        return "which is too little"
+    return f"but only {roughly(allowed_s)} may be spent on that now"
 
 
 def _trial_s(situation: Situation, found: NextSize) -> float:

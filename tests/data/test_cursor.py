@@ -52,6 +52,7 @@ def test_a_keyed_order_is_the_same_in_parts(part, size, counts):
     np.testing.assert_array_equal(got, take_all(Cursor(3), size, counts)[0])
 
 
+@pytest.mark.slow
 @given(size=SIZES, before=COUNTS, after=COUNTS, seed=st.integers(0, 9))
 def test_resume_from_any_cursor_equals_going_on(size, before, after, seed):
     start = Cursor(seed)

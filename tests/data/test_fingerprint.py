@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxgoodput._fields.serial import decode, encode
+from jaxgoodput.data.datasets import as_source
 from jaxgoodput.data.fingerprint import Fingerprint, fingerprint
-from jaxgoodput.data.sources import Source, as_source
+from jaxgoodput.data.sources import Source
 
 
 def rows(num=1000, seed=0):

@@ -18,9 +18,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.data.cursor import Cursor, take
+from jaxgoodput.data.datasets import as_source
 from jaxgoodput.data.loader import Loader
 from jaxgoodput.data.read_ahead import SMALL_BYTES, TOGETHER
-from jaxgoodput.data.sources import Source, StreamSource, abstract_sample, as_source
+from jaxgoodput.data.sources import Source, abstract_sample
+from jaxgoodput.data.streams import StreamSource
 from jaxgoodput.goodput.search import BatchConfig
 
 
@@ -102,6 +104,7 @@ CONFIGS = st.lists(
 # -- exactly once ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     size=st.integers(1, 40),
@@ -233,6 +236,7 @@ def test_resume_from_any_cursor_equals_going_on(size, before, after, read_ahead)
 LIVES = st.lists(st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=8), max_size=6)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=15)
 @given(lives=LIVES, size=st.integers(30, 50), every=st.sampled_from([1, 3]))
 def test_killed_at_random_moments_every_sample_still_counts_once(lives, size, every):

@@ -1,18 +1,13 @@
 """Sources: the same samples by whatever way they are read, and errors that name the culprit."""
 
-import json
-import pickle
-import threading
 import tracemalloc
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from jaxgoodput._fields.serial import decode, encode
+from jaxgoodput.data.datasets import as_source
 from jaxgoodput.data.rows import check_same_kind, narrow
 from jaxgoodput.data.sources import (
     ArraySource,
@@ -20,12 +15,10 @@ from jaxgoodput.data.sources import (
     Indexing,
     SequenceSource,
     Source,
-    StreamSource,
-    StreamState,
     abstract_sample,
-    as_source,
     is_endless,
 )
+from jaxgoodput.data.streams import StreamSource
 
 INDICES = np.array([5, 0, 5, 2])
 
@@ -149,7 +142,7 @@ def test_a_source_of_the_users_own_is_taken_as_it_is():
         ({"x": np.array(["a", "b"])}, TypeError, r"\['x'\].*dtype <U1"),
         ({"x": np.array([None, {}])}, TypeError, "dtype object, .* text"),
         ({"x": np.array([1.5, 2], object)}, TypeError, r'all numbers.*astype\("float32"\)'),
-        (iter([1, 2]), TypeError, "list_iterator has neither: .* no get_state and no set_state"),
+        (iter([1, 2]), TypeError, "an iterator .list_iterator., which can be read once only"),
         (3, TypeError, "random access, but int has no __len__ and no __getitem__"),
     ],
 )
@@ -370,99 +363,6 @@ def test_sources_may_take_the_epoch():
     assert plain.batch_of_epochs(INDICES, epochs).tolist() == INDICES.tolist()
 
 
-# -- streams --------------------------------------------------------------------------------------
-
-
-class Counting:
-    """A stream of its own state, which is a number of samples (as `wrap` has it) and nothing else."""
-
-    def __init__(self, end=10**9, wrap=lambda place: {"place": place}, unwrap=lambda s: s["place"]):
-        self.place, self.end, self.wrap, self.unwrap = 0, end, wrap, unwrap
-        self.bad = -1
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.place == self.bad:
-            self.bad = -1
-            self.place = self.end  # as a generator is after an exception
-            raise OSError("the pipe broke")
-        if self.place >= self.end:
-            raise StopIteration
-        self.place += 1
-        return {"id": self.place - 1}
-
-    def get_state(self):
-        return self.wrap(self.place)
-
-    def set_state(self, state):
-        self.place = self.unwrap(state)
-
-
-def test_a_stream_keeps_what_was_read_until_it_is_released():
-    source = as_source(Counting(end=20))
-    assert isinstance(source, StreamSource) and is_endless(source)
-    assert abstract_sample(source)["id"].shape == ()
-    assert source.available(0, 8) == 8
-    assert source.batch(np.array([3, 4, 5, 3]))["id"].tolist() == [3, 4, 5, 3]
-    source.release(4)
-    assert source.batch(np.array([4, 5]))["id"].tolist() == [4, 5]
-    with pytest.raises(ValueError, match="cannot give sample 3: .* below 4 are used"):
-        source.batch(np.array([3]))
-    assert [source.available(4, n) for n in (10, 16, 17, 50)] == [10, 16, 16, 16]
-    assert source.available(20, 5) == 0 == source.available(30, 5)
-    with pytest.raises(ValueError, match="cannot give sample 20: it was read up to 20"):
-        source.batch(np.array([20]))
-
-
-@settings(deadline=None)
-@given(reads=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=8))
-def test_a_stream_goes_on_from_any_place_that_was_not_released(reads):
-    source, used = as_source(Counting()), 0
-    assert isinstance(source, StreamSource)
-    for ahead, released in reads:
-        source.available(used, ahead)
-        used += min(released, ahead)
-        source.release(used)
-    saved = decode(json.loads(json.dumps(encode(source.state_at(used)))), StreamState, "stream")
-    assert saved.place <= used
-    other = as_source(Counting())
-    assert isinstance(other, StreamSource)
-    abstract_sample(other)
-    other.restore(saved)
-    assert other.available(used, 5) == 5
-    assert other.batch(np.arange(used, used + 5))["id"].tolist() == list(range(used, used + 5))
-
-
-def test_the_state_of_a_stream_is_json_or_bytes():
-    def pickled(place):
-        return pickle.dumps((place, {1: "one"}))
-
-    stream = Counting(wrap=pickled, unwrap=lambda state: pickle.loads(state)[0])
-    source = as_source(stream)
-    assert isinstance(source, StreamSource)
-    source.available(0, 3)
-    source.available(3, 3)
-    source.restore(source.state_at(4))
-    assert stream.place == 3 and source.available(4, 2) == 2
-    for state in ((1, 2), {1: 2}, np.int64(3), object()):
-        with pytest.raises(TypeError, match="JSON cannot give back as it is"):
-            as_source(Counting(wrap=lambda _, state=state: state))
-
-
-def test_a_stream_that_raised_has_not_ended():
-    stream = Counting(end=20)
-    stream.bad = 5
-    source = as_source(stream)
-    assert isinstance(source, StreamSource)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="sample 5 .*the pipe broke") as caught:
-            source.available(0, 8)
-        assert isinstance(caught.value.__cause__, OSError)
-    assert source.available(0, 5) == 5
-
-
 def test_a_grain_stream_goes_on_where_it_stopped():
     grain = pytest.importorskip("grain", reason="grain (the extra of that name) is not installed")
 
@@ -483,171 +383,6 @@ def test_a_grain_stream_goes_on_where_it_stopped():
     assert jax.tree.map(np.ndarray.tolist, rows) == jax.tree.map(
         lambda x: x[28:].tolist(), expected
     )
-
-
-# -- streams with state_dict and load_state_dict ------------------------------------------------------
-
-
-class Loadable:
-    """As Hugging Face's data sets: the state is the iterable's, and `[]` gives no sample."""
-
-    def __init__(self, end=60):
-        self.end, self.place, self.begins_at = end, 0, 0
-
-    def __getitem__(self, name):
-        raise NotImplementedError
-
-    def __iter__(self):
-        self.place = self.begins_at
-        while self.place < self.end:
-            self.place += 1  # before the sample is handed out
-            yield {"id": self.place - 1}
-
-    def state_dict(self):
-        return {"place": self.place}
-
-    def load_state_dict(self, state):
-        self.begins_at = state["place"]
-
-
-class Begun(Loadable):
-    """As torchdata's loaders: the state is no JSON, and what has ended begins anew."""
-
-    def state_dict(self):
-        return {"place": (self.place, np.int64(0)), 1: b"key"}
-
-    def load_state_dict(self, state):
-        place, _ = state["place"]
-        self.begins_at = 0 if place == self.end else place
-
-
-class Buffered(Loadable):
-    """Shuffled within a buffer that is not part of the state."""
-
-    def __iter__(self):
-        rng, buffer = np.random.default_rng(0), []
-        for row in super().__iter__():
-            buffer.append(row)
-            if len(buffer) == 8:
-                yield buffer.pop(rng.integers(8))
-        yield from buffer
-
-
-class Iterator:
-    """The iterator itself has the state."""
-
-    def __init__(self, end):
-        self.place, self.end = 0, end
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.place == self.end:
-            raise StopIteration
-        self.place += 1
-        return {"id": self.place - 1}
-
-    def state_dict(self):
-        return {"place": self.place}
-
-    def load_state_dict(self, state):
-        self.place = state["place"]
-
-
-LOADABLE = {
-    "iterable": Loadable,
-    "not JSON": Begun,
-    "buffered": Buffered,
-    "iterator": lambda: Iterator(end=60),
-}
-
-
-def stream(made) -> StreamSource:
-    source = as_source(made)
-    assert isinstance(source, StreamSource)
-    return source
-
-
-def all_of(source, used=0):
-    """The samples from a place on."""
-    found = source.available(used, 1000)
-    return source.batch(np.arange(used, used + found))["id"].tolist()
-
-
-@pytest.mark.parametrize("name", LOADABLE)
-@settings(deadline=None)
-@given(reads=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 20)), max_size=8))
-def test_a_stream_with_a_state_dict_goes_on_exactly(name, reads):
-    whole, one, other = (stream(LOADABLE[name]()) for _ in range(3))
-    warning = whole.begin()
-    assert "shuffle buffer" in (warning or "") if name == "buffered" else warning is None
-    expected, used = all_of(whole), 0
-    assert sorted(expected) == list(range(60))
-    one.begin()
-    for released, ahead in reads:
-        used += min(released, one.available(used, released + ahead))
-        one.release(used)
-    saved = decode(json.loads(json.dumps(encode(one.state_at(used)))), StreamState, "stream")
-    abstract_sample(other)
-    other.restore(saved)
-    assert other.goes_on(used)
-    if used < 60:
-        assert all_of(other, used) == expected[used:]
-    assert other.available(used, 100) == 60 - used
-
-
-@pytest.mark.parametrize("place", [0, 7, 30])
-def test_a_stream_that_does_not_go_on_as_before_is_noticed(place):
-    source = stream(Loadable())
-    source.begin()
-    for first in range(0, place + 1, 3):
-        source.available(first, 3)
-        source.release(min(first + 3, place))
-    saved = source.state_at(place)
-
-    class Filtered(Loadable):
-        def __iter__(self):
-            return (row for row in super().__iter__() if row["id"] % 2)
-
-    for same, made in ((True, Loadable()), (False, Filtered()), (False, Loadable(end=0))):
-        other = stream(made)
-        other.restore(saved)
-        assert other.goes_on(place) == same
-
-
-def test_a_stream_that_draws_its_samples_anew_is_told_and_not_compared():
-    class Drawn(Loadable):
-        def __iter__(self):
-            return ({"id": row["id"], "x": np.random.normal()} for row in super().__iter__())
-
-    source, other = stream(Drawn()), stream(Drawn())
-    assert "draws them at random without a seed" in (source.begin() or "")
-    source.available(0, 5)
-    source.available(5, 5)
-    assert source.state_at(6).first is None
-    other.restore(source.state_at(6))
-    assert other.goes_on(6) and all_of(other, 6) == list(range(6, 60))
-
-
-def test_a_state_that_cannot_be_saved_is_refused():
-    class Locked(Loadable):
-        def state_dict(self):
-            return {"lock": threading.Lock()}
-
-    with pytest.raises(TypeError, match="state_dict.. of the stream Locked .* cannot be pickled"):
-        stream(Locked())
-
-
-def test_a_stream_that_cannot_be_set_back_is_told_before_a_run_begins():
-    class OneWay(Loadable):
-        def load_state_dict(self, state):
-            raise NotImplementedError("later")
-
-    with pytest.raises(
-        RuntimeError, match="load_state_dict.. of the stream OneWay failed: NotImpl"
-    ):
-        stream(OneWay()).begin()
 
 
 @pytest.mark.parametrize(

@@ -374,6 +374,7 @@ def test_a_store_of_other_rows_is_refused_and_stays_as_it_is(two_commits, tmp_pa
             store.put(np.arange(1), np.zeros((1, 2), np.uint64))
 
 
+@pytest.mark.slow
 def test_two_processes_cannot_have_one_folder(tmp_path):
     with RowStore(tmp_path, **SMALL) as store:
         store.put(np.arange(3), rows_of(range(3)))
@@ -542,6 +543,7 @@ def killed_and_opened(folder: pathlib.Path, after_s: float, seed: int) -> tuple[
     return number, len(ids), num_compactions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_kills", [3, pytest.param(50, marks=pytest.mark.nightly)])
 def test_a_store_that_is_killed_at_any_moment_has_every_committed_row_and_no_torn_one(
     tmp_path, num_kills

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxgoodput as jg
-from jaxgoodput.data.sources import abstract_sample, as_source
+from jaxgoodput.data.datasets import as_source
+from jaxgoodput.data.sources import abstract_sample
 from jaxgoodput.engine.engine import Engines
 from jaxgoodput.engine.programs.blocks import SPLIT_BLOCK, BlockPrograms
 from jaxgoodput.train.start.problem import problem_of

@@ -94,6 +94,7 @@ def engines():
     return get
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "replicas", "counts"),
     [
@@ -128,6 +129,7 @@ def test_any_cut_of_a_batch_is_one_plain_step_of_the_whole(
             assert metrics.is_finite == 1 and metrics.num_skipped == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "count"), [(1, 4), (8, 2)])
 def test_step_is_accumulate_and_apply(engines, key, rng, replicas, count):
     engine = engines("token weights", replicas)
@@ -142,6 +144,7 @@ def test_step_is_accumulate_and_apply(engines, key, rng, replicas, count):
     assert_same_bits(fused.step, apart.step)
 
 
+@pytest.mark.slow
 def test_statistics_do_not_change_the_update(engines, key, rng):
     for replicas in (1, 8):
         engine = engines("token weights", replicas)

@@ -141,6 +141,7 @@ def test_a_batch_under_four_layouts_is_the_batch_under_one(batch, under_one_layo
     assert found.num_groups == 8 + 3
 
 
+@pytest.mark.slow
 def test_switching_back_and_forth_adds_up(batch, at_home):
     engine = at_home(Strategy(fsdp=8))
     plans = compiled_ahead(engine)

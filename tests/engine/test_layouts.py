@@ -23,6 +23,7 @@ def alone():
     return rows, engines.host(state), metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=named)
 def test_one_step_is_the_same_under_every_layout(strategy, alone):
     rows, expected, _ = alone

@@ -376,6 +376,7 @@ def assert_same_training(name, found, expected):
     assert not far
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "strategy"), [*cases()])
 def test_five_steps_are_those_of_one_device(name, strategy):
     expected, _ = after_five_steps(name, Strategy())
@@ -383,6 +384,7 @@ def test_five_steps_are_those_of_one_device(name, strategy):
     assert_same_training(name, found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(n, marks=NIGHTLY) for n in ("mixture",))])
 def test_a_global_loss_under_data_parallelism_is_a_separate_one(name):
     found, _ = after_five_steps(name, DATA8, "global")
@@ -402,6 +404,7 @@ def test_statistics_of_a_separate_loss_are_those_of_each_replica():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(statistics))
 
 
+@pytest.mark.slow
 def test_a_pipeline_trains_as_the_scan_does():
     expected, _ = after_five_steps("llama", Strategy())
     assert_same_training("pipeline", after_five_steps("pipeline", Strategy())[0], expected)

@@ -25,6 +25,7 @@ def step_of(engine, state, rows, *, measure):
     return engine.apply(state, work, np.zeros(1, np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_what_a_job_of_one_process_measures(name, rng):
     how = CASES[name]

@@ -81,6 +81,7 @@ def test_structures_come_back_and_a_constant_outlives_its_device():
     assert found["found"] == 3 and found["both"] == (3, 6)
 
 
+@pytest.mark.slow
 def test_a_constant_that_cannot_be_kept_has_the_function_called_again():
     traces, key, calls = Traces(), jax.random.key(3), []
 

@@ -35,6 +35,7 @@ from jaxgoodput.parallel.strategy import Strategy
 # -- the norm of the gradient ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", [Strategy(), Strategy(data=2), Strategy(fsdp=2)], ids=lambda x: x.name
 )
@@ -60,6 +61,34 @@ def test_the_norm_is_exact_for_leaves_of_every_size(key, rng, shapes, strategy):
     norm = math.sqrt(sum(np.sum(np.square(c, dtype=np.float64)) for c in planted))
     expected = abs(float(np.mean(rows["x"][:, 0]))) * norm
     assert read(engine, metrics).grad_norm == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("spoilt", [None, 0, 31, 32, 69])
+def test_each_of_many_small_leaves_counts(key, rng, spoilt):
+    """They are summed up in groups; the optimizer spoils one of them."""
+    planted = rng.standard_normal((70, 4)).astype(np.float32)
+
+    def loss(params, batch, key):
+        return batch["x"][:, 0] * sum(jnp.sum(w * c) for w, c in zip(params, planted, strict=True))
+
+    def spoil(updates, state, params=None):
+        return [u if i != spoilt else u * jnp.nan for i, u in enumerate(updates)], state
+
+    engine = make(
+        loss,
+        init=lambda key: [jnp.zeros(4) for _ in planted],
+        tx=optax.chain(
+            optax.sgd(0.1), optax.GradientTransformation(lambda params: optax.EmptyState(), spoil)
+        ),
+        sample={"x": SAMPLE["x"]},
+    )
+    rows = {"x": samples(rng, 8)["x"]}
+    state, metrics = engine.step(start(engine, key), None, *put(engine, rows))
+    metrics = read(engine, metrics)
+    assert metrics.is_finite == (spoilt is None)
+    expected = abs(float(np.mean(rows["x"][:, 0]))) * np.linalg.norm(planted)
+    assert metrics.grad_norm == pytest.approx(expected, rel=1e-4)
+    assert bool(any(np.any(x) for x in jax.tree.leaves(host(state.params)))) is (spoilt is None)
 
 
 @pytest.mark.parametrize("often", [False, True])
@@ -267,6 +296,7 @@ def planted_second_moment(opt_state, moment):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "micro_batches", "adam", "draws"),
     [(8, 1, False, 400), (1, 3, False, 400), (1, 1, False, 1200), (4, 2, True, 400)],

@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -14,7 +15,15 @@ import pytest
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
 TRAINERS = ("quickstart", "language_model", "recommender")
-WITH_DOCSTRINGS = (*TRAINERS, "tiered_recsys", "image_classifier", "small_gpt", "lora")
+WITH_DOCSTRINGS = (
+    *TRAINERS,
+    "tiered_recsys",
+    "image_classifier",
+    "small_gpt",
+    "lora",
+    "early_stopping",
+    "gan",
+)
 
 
 def run(name, workdir, *settings):
@@ -61,6 +70,32 @@ def test_docstring_opens_with_the_command_line_and_states_a_result(name):
 @pytest.mark.slow
 def test_quickstart_reaches_its_accuracy(tmp_path):
     assert printed(run("quickstart", tmp_path / "run"), "accuracy ") >= 0.97
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_run_ends_when_nothing_becomes_better(tmp_path):
+    text = run("early_stopping", tmp_path / "run")
+    found = re.search(r"ended at step (\d+); step (\d+) was the best", text)
+    assert found is not None, text
+    ended, best = map(int, found.groups())
+    assert best < ended < 20_000 and printed(text, "test accuracy ") >= 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_two_networks_in_turns_find_most_of_the_data(tmp_path):
+    text = output("gan.py", "--workdir", tmp_path / "run")
+    found = re.search(r"(\d) of 8 Gaussians; ([0-9.]+) of the points", text)
+    assert found is not None and int(found[1]) >= 6 and float(found[2]) > 0.5, text
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_search_ends_trials_that_are_behind(tmp_path):
+    text = output("sweep.py", "--workdir", tmp_path / "run", "--trials=7")
+    assert printed(text, "7 trials, ") >= 1
+    assert printed(text, "accuracy ") > 0.9
 
 
 @pytest.mark.slow
@@ -191,6 +226,7 @@ def test_padding_behind_a_document_changes_nothing(monkeypatch):
     assert short.sum[2] == 0 and np.all(np.asarray(short.sum[:2]) > 0)
 
 
+@pytest.mark.slow
 def test_functions_are_whole_unless_cut_off_and_of_very_different_lengths(corpora):
     documents = corpora.functions(300, longest=2048)
     sizes = np.array([len(document) for document in documents])

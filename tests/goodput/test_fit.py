@@ -71,6 +71,7 @@ def published_objective(perf, rows):
     return errors + 1e-3 * (perf.overlap - 1.0) ** 2 + 1e-2 * ratios
 
 
+@pytest.mark.slow
 def test_the_published_objective_is_reached_and_its_recorded_failures_are_not(golden):
     beaten = []
     for case in cases(golden, "fit_perf_params"):
@@ -304,6 +305,7 @@ def test_unknown_priors_are_refused():
         fit_perf_params(measured(TRUTH, LINKS["none"]), priors="optimistic")  # pyright: ignore
 
 
+@pytest.mark.slow
 @given(
     point=st.lists(st.floats(-6.0, 4.0), min_size=8, max_size=8),
     shape=st.lists(

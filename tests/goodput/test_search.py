@@ -128,6 +128,7 @@ def test_a_base_batch_that_the_limits_allow_is_on_the_ladder(replicas, size, cou
     assert any(1 <= exact <= count and exact % 1 == 0 for exact in counts)
 
 
+@pytest.mark.slow
 def test_the_search_is_at_least_as_good_as_the_published_one(golden):
     left_the_limits = 0
     for case in cases(golden, "optimize"):

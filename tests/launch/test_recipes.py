@@ -126,6 +126,7 @@ def test_the_pods_of_a_jobset_run_commands_that_there_are():
 NIGHTLY = (pytest.mark.slow, pytest.mark.nightly)
 
 
+@pytest.mark.slow
 @pytest.mark.multihost
 @pytest.mark.parametrize("code", [pytest.param(0, marks=NIGHTLY), 5])
 def test_local_trains_and_passes_the_exit_code_on(code, train, environ):
@@ -139,6 +140,7 @@ def test_local_trains_and_passes_the_exit_code_on(code, train, environ):
 
 @pytest.mark.slow
 @pytest.mark.multihost
+@pytest.mark.nightly
 def test_local_starts_again_after_143(train, environ):
     environ = {**environ, "PROCESSES": "1", "RESTARTS": "2"}
     with Job([str(LAUNCH / "local.sh"), train, "143"], environ) as job:
@@ -187,6 +189,7 @@ FIT = """
 
 @pytest.mark.slow
 @pytest.mark.multihost
+@pytest.mark.nightly
 def test_ssh_trains_on_the_hosts_of_a_file(tmp_path, environ):
     """The remote shell is stood in for by one that runs here."""
     script, shell, hosts = tmp_path / "fit.py", tmp_path / "shell", tmp_path / "hosts.txt"
@@ -214,6 +217,7 @@ def test_ssh_without_a_script_says_how(environ):
 @pytest.mark.parametrize(
     "code, requeued", [pytest.param(0, False, marks=NIGHTLY), (5, False), (143, True)]
 )
+@pytest.mark.nightly
 def test_slurm_requeues_what_wants_a_restart(code, requeued, train, environ):
     with Job(["bash", str(LAUNCH / "slurm.sbatch"), train, str(code)], environ) as job:
         end = job.wait()
@@ -354,6 +358,7 @@ GCLOUD = """
 @pytest.mark.slow
 @pytest.mark.multihost
 @pytest.mark.parametrize("slices", ["a", pytest.param("a b", marks=NIGHTLY)])
+@pytest.mark.nightly
 def test_tpu_pod_trains_on_all_workers_of_all_slices(slices, fit, environ, tmp_path):
     calls, homes = tmp_path / "calls", tmp_path / "homes"
     gcloud = tmp_path / "bin" / "gcloud"

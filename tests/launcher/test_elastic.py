@@ -181,7 +181,7 @@ def check_same(alone, end, steps, epochs, *settings):
 
 
 def test_one_four_two_three_processes(tmp_path, alone):
-    epochs = 80
+    epochs = 160  # a slow machine takes a minute to start the last process
     with Cluster(
         tmp_path / "job",
         epochs=epochs,
@@ -230,6 +230,7 @@ def test_a_worker_is_killed_and_the_others_go_on(tmp_path, alone, victim):
 STEPS_PER_EPOCH = elastic_worker.NUM_SAMPLES // elastic_worker.BASE
 
 
+@pytest.mark.nightly
 def test_what_a_trainer_is_given_outlives_a_kill_and_hosts_that_leave_while_saving_and_at_the_end(
     tmp_path, alone
 ):
@@ -314,6 +315,7 @@ def test_a_worker_that_stands_still_is_replaced(tmp_path, alone):
     check_same(alone, end, steps, epochs)
 
 
+@pytest.mark.nightly
 def test_a_worker_that_is_stopped_while_it_starts_is_replaced(tmp_path, alone):
     """Nobody has heard of it yet, and one that only takes long to start is waited for."""
     epochs = 30
@@ -357,6 +359,7 @@ def test_below_the_minimum_it_waits_with_the_state_in_memory(tmp_path, alone):
     check_same(alone, end, steps, epochs)
 
 
+@pytest.mark.nightly
 def test_a_coordinator_that_was_killed_is_started_again(tmp_path, alone):
     """Its workers end with it; agents find the new one, and the run goes on from its checkpoint."""
     epochs = 30
@@ -399,6 +402,7 @@ def test_all_are_told_to_stop_and_save(tmp_path):
         assert {cluster.agents[name].wait().code for name in ("a", "b")} <= {0, 143}
 
 
+@pytest.mark.nightly
 def test_a_joiner_that_dies_while_it_is_taken_in_costs_nobody_the_state(tmp_path, alone):
     """JAX's registration would wait for it, and then abort all others."""
     epochs = 150  # a joiner may take long to start
@@ -418,6 +422,7 @@ def test_a_joiner_that_dies_while_it_is_taken_in_costs_nobody_the_state(tmp_path
     check_same(alone, end, steps, epochs)
 
 
+@pytest.mark.nightly
 def test_told_to_stop_below_the_minimum_it_saves_what_it_has_in_memory(tmp_path, alone):
     epochs = 20
     with Cluster(
@@ -493,6 +498,7 @@ def test_hosts_through_a_remote_shell_and_a_cable_that_is_cut(tmp_path, alone, c
     check_same(alone, end, steps, epochs)
 
 
+@pytest.mark.nightly
 def test_a_slow_host_takes_fewer_micro_batches_and_the_sum_is_the_same(tmp_path, alone):
     epochs = 15
 
@@ -599,6 +605,7 @@ def test_an_agent_with_a_wrong_secret_or_another_script_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("leases", ["false", pytest.param("true", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
 def test_a_stream_is_read_once_through_a_kill_and_hosts_that_come_and_leave(tmp_path, leases):
     settings = ("stream", f"execution.leases={leases}", "batch.micro=[1, 2]")
     options = ("--admit-every-s", "1")
@@ -619,6 +626,7 @@ def test_a_stream_is_read_once_through_a_kill_and_hosts_that_come_and_leave(tmp_
         cluster.finish()
 
 
+@pytest.mark.nightly
 def test_a_stream_that_gives_each_process_its_own_is_refused(tmp_path):
     with Cluster(
         tmp_path / "job", epochs=9, step_s=0.05, nodes="2", settings=("stream=own",)
@@ -629,6 +637,7 @@ def test_a_stream_that_gives_each_process_its_own_is_refused(tmp_path):
         assert "the samples from 0 on differ between process 1 and process 0" in cluster.told()
 
 
+@pytest.mark.nightly
 def test_a_script_that_always_fails_ends_the_job_with_its_last_lines(tmp_path):
     script = tmp_path / "wrong.py"
     script.write_text("raise ValueError('no such thing')")
@@ -692,6 +701,7 @@ def test_a_port_that_is_taken_is_named(tmp_path):
     assert finished.code == 2 and "cannot listen" in finished.err
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("devices", [2, 1])
 def test_layouts_within_a_group(tmp_path, alone, devices):
     """fsdp over the devices of a host, or over two hosts; a worker is killed, the others go on."""
@@ -760,6 +770,7 @@ def test_groups_lose_a_member_each_and_stop_while_they_wait(tmp_path, alone):
     check_same(alone, end, steps, epochs)
 
 
+@pytest.mark.nightly
 def test_the_only_group_loses_a_host_and_goes_on_from_copies_in_memory(tmp_path, alone):
     """Nobody else has the part of the state that died, but for the copy on its neighbour."""
     epochs = 40

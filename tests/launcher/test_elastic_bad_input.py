@@ -129,6 +129,7 @@ def test_an_agent_that_finds_nobody_says_where_it_looked_and_why(capsys, monkeyp
 # -- hosts that cannot take part ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_host_without_a_way_to_it_is_named_and_the_others_train(folder):
     (folder / "short.py").write_text("print('done here')")
     with start_on("far,near", "1:2", script="short.py") as job:
@@ -172,6 +173,7 @@ def test_another_version_of_a_package_on_a_host_is_refused_with_both_named(folde
     assert f"old was refused: {package} is 0.0.1 there and " in end.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_changed", [True, False])
 def test_other_code_of_the_package_on_a_host_is_refused(folder, is_changed):
     """Both call themselves the same version; where they lie does not matter."""

@@ -164,8 +164,11 @@ SUM = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multihost
-@pytest.mark.parametrize("num_processes, devices", [(2, 2), (1, 4)])
+@pytest.mark.parametrize(
+    "num_processes, devices", [(2, 2), pytest.param(1, 4, marks=pytest.mark.nightly)]
+)
 def test_processes_form_one_job(num_processes, devices, script):
     script("", "beside.py")
     end = run(script(SUM), num_processes, devices, arguments=["--workdir", "w", "--", "-x"])
@@ -179,6 +182,7 @@ def test_processes_form_one_job(num_processes, devices, script):
         assert not any("Warning" in line for line in end.lines(rank, "err")), end
 
 
+@pytest.mark.slow
 @pytest.mark.multihost
 def test_a_module_runs_as_well(script, tmp_path, monkeypatch):
     script("import sys; print(f'{__name__} {sys.argv[1:]}')", "some_module.py")
@@ -244,7 +248,7 @@ CRASH = """
 
 @pytest.mark.slow
 @pytest.mark.multihost
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_crash_ends_the_job_with_its_code(victim, script):
     end = run(script(CRASH), 2, arguments=[str(victim)])
     assert end.code == 9, end
@@ -261,8 +265,11 @@ def test_an_exception_shows_its_traceback_and_code(script):
     assert "KeyError: 'mine'" in end.lines(1, "err")
 
 
+@pytest.mark.slow
 @pytest.mark.multihost
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.nightly)]
+)
 def test_nobody_survives_a_killed_launcher(signum, script):
     waiting = script(
         """
@@ -284,7 +291,14 @@ def test_nobody_survives_a_killed_launcher(signum, script):
 
 @pytest.mark.slow
 @pytest.mark.multihost
-@pytest.mark.parametrize("allowed, code, starts", [(0, 143, 1), (1, 143, 2), (3, 0, 3)])
+@pytest.mark.parametrize(
+    "allowed, code, starts",
+    [
+        pytest.param(0, 143, 1, marks=pytest.mark.nightly),
+        (1, 143, 2),
+        pytest.param(3, 0, 3, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_job_that_saved_starts_again_as_often_as_allowed(allowed, code, starts, script):
     leaving = """
         import os, sys
@@ -338,6 +352,7 @@ def test_what_is_done_or_wrongly_used_or_was_told_to_stop_is_not_started_again(e
     assert pauses(99, end) == [None]
 
 
+@pytest.mark.slow
 @pytest.mark.multihost
 def test_a_job_that_crashes_starts_again_once_it_has_come_further():
     body = """
@@ -367,6 +382,7 @@ def test_a_job_that_was_told_to_stop_stays_stopped():
     assert end.out.count("ready") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.multihost
 def test_any_other_program_joins_by_itself(script):
     inner = script(

@@ -285,6 +285,7 @@ def test_pictures_are_drawn_at_changes_and_at_the_end_but_not_all_the_time(tmp_p
             assert size == [b"720", b"440"]
 
 
+@pytest.mark.slow
 def test_no_picture_is_drawn_at_first(tmp_path, clock):
     pytest.importorskip("matplotlib")
     dashboard = Dashboard(tmp_path, clock=clock, figures_every_s=1.0, first_figure_s=20.0)
@@ -315,6 +316,7 @@ def test_a_change_between_two_dates_is_drawn_when_the_next_is_due(tmp_path, cloc
     assert [step for step, _ in pictures] == [10, 20]
 
 
+@pytest.mark.slow
 def test_where_the_batch_stays_pictures_are_drawn_seldom(tmp_path, clock):
     pytest.importorskip("matplotlib")
     dashboard = Dashboard(tmp_path, clock=clock, figures_every_s=60.0, first_figure_s=0.0)

@@ -15,6 +15,7 @@ import jaxgoodput as jg
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.observe import hooks
 from jaxgoodput.observe.dashboard.scalars import scalars_of
+from jaxgoodput.observe.events import EvalEnd
 
 
 class Line(jg.Trainer):
@@ -40,11 +41,12 @@ class Line(jg.Trainer):
         return self.dataset()
 
 
-def fit(workdir, base_steps, *trackers):
+def fit(workdir, base_steps, *trackers, evaluate_every=None):
     config = jg.Config(
         workdir=str(workdir),
         batch=jg.BatchLimits(base=16, max=64),
         base_steps=float(base_steps),
+        evaluation=jg.Evaluation(every_base_steps=evaluate_every),
         reporting=jg.Reporting(window_s=1e-6, tensorboard=False, progress=False),
     )
     return Line(config, hooks=trackers).fit()
@@ -219,3 +221,32 @@ def test_events_of_all_kinds_are_numbers_that_are_known():
     assert all(np.isfinite(value) for value in scalars_of(tune).values())
     done = jg.events.EvalEnd(step=1, progress=1.0, at_s=0.0, seconds=2.0, metrics={"a b": 1.0})
     assert scalars_of(done) == {"eval/a_b": 1.0, "eval_time_s": 2.0}
+
+
+@pytest.mark.slow
+def test_a_trial_that_should_be_pruned_ends_its_run_and_keeps_what_was_reported(tmp_path):
+    optuna = pytest.importorskip("optuna")
+    # Nothing is worth going on with after 20 base steps.
+    pruner = optuna.pruners.ThresholdPruner(upper=-1.0, n_warmup_steps=20)
+    trial = optuna.create_study(pruner=pruner).ask()
+    with pytest.raises(optuna.TrialPruned, match="off was .* after 2[0-9] base steps"):
+        fit(
+            tmp_path, 200, jg.trackers.Pruning(trial, "off", every_base_steps=8), evaluate_every=8.0
+        )
+    assert list(trial.study.trials[0].intermediate_values) == [8, 16, 24]
+    with pytest.raises(KeyError, match="no metric 'accuracy'. It has off"):
+        fit(tmp_path / "other", 20, jg.trackers.Pruning(trial, "accuracy", every_base_steps=8))
+
+
+def test_trials_with_other_batches_are_compared_at_equal_steps():
+    optuna = pytest.importorskip("optuna")
+    study = optuna.create_study()
+    for late in (0.0, 3.0, 6.5):  # how far larger batches are beyond an evaluation that is due
+        trial = study.ask()
+        pruning = jg.trackers.Pruning(trial, "off", every_base_steps=10)
+        for i in range(1, 5):
+            done = EvalEnd(
+                step=i, progress=10.0 * i + late, at_s=0.0, seconds=0.0, metrics={"off": 1.0}
+            )
+            pruning.on_eval_end(done)
+    assert {tuple(one.intermediate_values) for one in study.trials} == {(10, 20, 30, 40)}

@@ -336,6 +336,7 @@ def test_readers_read():
     np.testing.assert_allclose([noise.plain.sqr, noise.plain.var], [1.0, 3.0], rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("labels", [None, LABELS])
 def test_what_is_kept_of_the_noise_is_what_follows_from_it(labels):
     """After any update, measured or not, and when an earlier run's noise is held."""
@@ -402,6 +403,7 @@ def test_schedules_may_go_by_samples(scale):
     assert scale == 1 or adaptation.progress(state) < 0.9 * 30 * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [30, 2000])
 def test_a_second_moment_that_lags_behind_is_made_up_for(at):
     """Adam's moment of base batches makes updates of larger ones too small, until it has shrunk.
@@ -432,6 +434,7 @@ def adam_that_measures() -> Any:
     return tx, jitted(tx), b2
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(
     decays=st.floats(0.97, 1.0),
@@ -467,6 +470,7 @@ def test_a_second_moment_of_gradients_that_shrink_keeps_the_early_ones(
     assert scale > 1 or found == 1.0
 
 
+@pytest.mark.slow
 def test_a_sum_of_squares_lags_behind_as_well():
     """Adagrad's, which in the long run makes a large batch's updates as large as they should be."""
     scale = 4
@@ -498,6 +502,7 @@ def adagrad_that_measures() -> Any:
     return tx, jitted(tx)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(
     decays=st.floats(0.96, 1.0),

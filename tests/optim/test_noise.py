@@ -390,6 +390,7 @@ def test_many_samples_tell_what_a_batch_is_worth(seed):
         np.testing.assert_allclose(efficiency(noise.expected_groups(state), 8.0), exact, rtol=far)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     level=st.floats(math.log(0.003), math.log(0.5)).map(math.exp),
@@ -417,6 +418,7 @@ def test_a_signal_below_its_error_biases_the_worth_of_a_sample_little(level, num
     assert abs(statistics.mean(off)) < 0.42
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     num_dead=st.integers(0, 6),

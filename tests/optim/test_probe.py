@@ -186,6 +186,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(
     names=st.permutations(list(OPTIMIZERS)),

@@ -83,6 +83,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     way=st.sampled_from(sorted(FREEZES)),
@@ -263,6 +264,7 @@ def test_a_wrapper_that_holds_a_schedule_is_found_and_named(name, inner):
     assert name.split(",")[0].replace("skipping", "MultiSteps") in named
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     wrapper=st.sampled_from(["MultiSteps", "as a function", "skipping", "by size", "apply_every"]),

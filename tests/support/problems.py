@@ -2,6 +2,7 @@
 
 import json
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +77,7 @@ class Mean(Trainer):
 class Evaluated(Mean):
     """`Mean` with held-out samples, a number of them that no batch divides."""
 
-    def eval_dataset(self):
+    def eval_dataset(self) -> Any:
         return rows(37, seed=2)
 
     def metrics(self, params, batch):

@@ -58,6 +58,9 @@ class OneStrategy(StrategyCompiler):
     def measures_near(self, strategy):
         return True
 
+    def may_measure(self, config):
+        return True
+
     def accumulates(self, strategy):
         return True
 
@@ -248,6 +251,7 @@ def test_verdicts_and_windows_tell_how_the_race_stands_and_what_it_costs(course)
     assert {account.spent_s for account in accounts} == {0.0}, "nothing had to be compiled"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.25, 1.0, 4.0])
 def test_what_the_loss_says_of_a_larger_batch_reaches_the_next_verdicts(course, factor):
     """In both directions. What the gradients show is told as it is."""

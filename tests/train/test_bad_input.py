@@ -51,6 +51,7 @@ def test_a_dataset_smaller_than_the_base_batch(tmp_path):
         Mean(config(tmp_path), data=rows(10)).fit()
 
 
+@pytest.mark.slow
 def test_a_dataset_smaller_than_the_largest_batch(tmp_path, told):
     seen = Recorder()
     limits = BatchLimits(base=16, max=512, micro=(2, 512), sizes=(2, 4, 64))
@@ -484,6 +485,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted_and_shown(
     np.testing.assert_allclose(state.params["w"], w, rtol=2e-6)
 
 
+@pytest.mark.slow
 def test_too_many_in_a_row_stop_training_with_the_last_good_checkpoint_kept(tmp_path, told):
     data = rows()
     data["x"][64:] = np.nan  # from the fifth batch on
@@ -511,6 +513,7 @@ def nan_at(first, last):
     return lambda count: jnp.where((count >= first) & (count < last), jnp.nan, 0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.nightly), 8])
 @pytest.mark.parametrize("make", [optax.sgd, optax.adam, optax.inject_hyperparams(optax.sgd)])
 def test_an_update_that_is_not_finite_is_refused(tmp_path, make, count):
@@ -603,6 +606,7 @@ def test_weights_that_nothing_can_be_learned_from_are_named(tmp_path, weight, me
     assert "learning rate" not in str(stopped.value)
 
 
+@pytest.mark.slow
 def test_a_batch_without_weight_is_passed_over(tmp_path):
     data = rows()
     data["x"][:, 0] = 1.0
@@ -631,6 +635,7 @@ class Fails:
         return {name: rows[index] for name, rows in self.data.items()}
 
 
+@pytest.mark.slow
 def test_a_fixed_batch_leaves_the_sizes_alone(tmp_path):
     limits = BatchLimits(base=16, max=64, sizes=(16, 32, 64))
     seen = Recorder()
@@ -638,6 +643,7 @@ def test_a_fixed_batch_leaves_the_sizes_alone(tmp_path):
     assert {s.config.global_batch_size for s in seen.of(StepEnd)} == {16}
 
 
+@pytest.mark.slow
 def test_a_sample_that_cannot_be_read_costs_nothing_of_what_was_learned(tmp_path):
     data = {**rows(), "id": np.arange(NUM_SAMPLES)}
     settings = counting_config(tmp_path, shuffle=False, epochs=1, execution__read_retries=0)

@@ -53,6 +53,7 @@ def test_it_is_followed_on_its_clock(tmp_path, length, count, background):
     assert not any("probe" in reason or "return" in reason for reason in reasons)
 
 
+@pytest.mark.slow
 def test_a_hook_that_is_slow_holds_up_no_scheduled_batch(tmp_path):
     """It is at work until the batch has changed, which it therefore cannot be waited for."""
     changed = []

@@ -1,7 +1,6 @@
 """Steps that are dispatched at once are the steps that they would be one by one, in all that anyone sees."""
 
 import math
-import time
 import types
 from collections import Counter
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import Counting, Evaluated, Mean, Recorder, config, counting_config, rows
+from problems import Counting, Evaluated, InStep, Mean, Recorder, config, counting_config, rows
 
 from jaxgoodput.engine.blocks import BlockRunner
 from jaxgoodput.engine.programs import blocks as programs
@@ -24,7 +23,7 @@ from jaxgoodput.train.control import Preempted
 from jaxgoodput.train.duties import blocks
 from jaxgoodput.train.runs.alone import Alone
 from jaxgoodput.train.start import looping
-from jaxgoodput.tune.block_times import KEEP, BlockTimes
+from jaxgoodput.tune.block_times import ENOUGH_IN_BLOCKS, KEEP, BlockTimes
 
 ONE: dict[str, Any] = {"devices": jax.devices()[:1]}
 MAY_ROUND: Any = looping.may_round
@@ -60,6 +59,7 @@ def sizes(monkeypatch, request):
         monkeypatch.setattr(looping, "_may_have_blocks", lambda setup: False)
     monkeypatch.setattr(blocks, "LOOK_EVERY", 1)
     monkeypatch.setattr(blocks, "SETTLED", 0)
+    monkeypatch.setattr(blocks, "SHORT_S", math.inf)  # else long steps, of a busy machine, go alone
     monkeypatch.setattr(BlockTimes, "knows_alone", lambda self, config, *, busy: True)
     monkeypatch.setattr(blocks.Blocks, "_pay", lambda self, batch: True)
     # These models give the same bits in blocks: what they compute with is exact, or a sum of few numbers.
@@ -118,17 +118,26 @@ def folders(tmp_path):
     return (tmp_path / str(i) for i in range(1000))
 
 
+# How often the noise is measured, the run is evaluated and saved; samples; the length, else six epochs.
+CASES = (
+    (50, 11.0, 7.0, 100, None),
+    (50, 5.0, None, 17, 5.0),
+    (50, None, None, 96, None),
+    (6, 15.0, None, 96, None),
+    (6, None, 7.0, 100, 21.0),
+    (50, 1.0, None, 96, None),
+    (3, None, None, 96, None),
+)
+# Each mode has two cases in every run: what differs between modes is how a block is run.
+OFTEN = [(mode, *case) for at, mode in enumerate(MODES) for case in (CASES[at], CASES[-1 - at])]
+RARELY = [(mode, *case) for mode in MODES for case in CASES if (mode, *case) not in OFTEN]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "measure, evaluate, save, num_samples, base_steps",
-    [
-        (50, None, None, 96, None),
-        (6, 15.0, None, 96, None),
-        (50, 11.0, 7.0, 100, None),
-        (6, None, 7.0, 100, 21.0),
-        (50, 1.0, None, 96, None),
-        (3, None, None, 96, None),
-        (50, 5.0, None, 17, 5.0),
-    ],
+    "sizes, measure, evaluate, save, num_samples, base_steps",
+    [*OFTEN, *(pytest.param(*one, marks=pytest.mark.nightly) for one in RARELY)],
+    indirect=["sizes"],
 )
 def test_a_run_with_blocks_is_one_without(
     folders, sizes, measure, evaluate, save, num_samples, base_steps
@@ -150,6 +159,7 @@ def test_a_run_with_blocks_is_one_without(
     assert bool(num_blocks) == (evaluate != 1.0 and (is_possible or splits))
 
 
+@pytest.mark.slow
 def test_a_refused_update_is_refused_alone(folders, sizes):
     data = rows(96 * 4)
     data["x"][[70, 71, 200]] = np.nan
@@ -160,21 +170,24 @@ def test_a_refused_update_is_refused_alone(folders, sizes):
     assert compare(folders, sizes, make, kind=Mean, data=data) > 5
 
 
-def test_after_a_stop_each_sample_is_applied_once(tmp_path, sizes):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stop_at", [6, 9, *(pytest.param(at, marks=pytest.mark.nightly) for at in (12, 15))]
+)
+def test_after_a_stop_each_sample_is_applied_once(tmp_path, sizes, stop_at):
     """Wherever it comes, in a block or between two."""
-    for stop_at in (6, 9, 12, 15):
-        settings = counting_config(tmp_path / str(stop_at), epochs=200, statistics__every_steps=50)
-
-        hook = Recorder()
-        trainer = Counting(settings, hooks=[hook], **ONE)
-        hook._then = lambda e, at=stop_at, t=trainer: t.request_stop() if e.step == at else None
-        with pytest.raises(Preempted):
-            trainer.fit()
-        state = Counting(settings, **ONE).fit()
-        np.testing.assert_array_equal(state.params["count"], 200)
+    settings = counting_config(tmp_path, epochs=6, statistics__every_steps=50)
+    hook = Recorder()
+    trainer = Counting(settings, hooks=[hook], loop=InStep, **ONE)
+    hook._then = lambda e: trainer.request_stop() if e.step == stop_at else None
+    with pytest.raises(Preempted):
+        trainer.fit()
+    state = Counting(settings, **ONE).fit()
+    np.testing.assert_array_equal(state.params["count"], 6)
     assert sizes
 
 
+@pytest.mark.slow
 def test_the_batch_may_change_in_the_middle_of_a_block(tmp_path, sizes):
     """Samples of a block that was read and not used are read again."""
     settings = counting_config(
@@ -194,21 +207,29 @@ def test_the_batch_may_change_in_the_middle_of_a_block(tmp_path, sizes):
 LATER = pytest.mark.parametrize("sizes", MODES[1:], indirect=True)
 
 
+def blocks_seem_slow(monkeypatch, num_slow):
+    """Have steps of the first `num_slow` blocks recorded as slower than any alone, later ones as faster."""
+    add, num_blocks = BlockTimes.add, Counter[str]()
+
+    def recorded(self, config, step_s, *, num_together=1, busy):
+        if num_together > 1:
+            num_blocks["seen"] += 1
+            step_s = 1e3 if num_blocks["seen"] <= num_slow else 1e-9
+        add(self, config, step_s, num_together=num_together, busy=busy)
+
+    monkeypatch.setattr(BlockTimes, "add", recorded)
+    compare_times(monkeypatch)
+
+
+@pytest.mark.slow
 @LATER  # else there is nothing to compare with
 def test_blocks_that_take_longer_than_single_steps_are_given_up(tmp_path, sizes, monkeypatch):
     """As a loop of convolutions may on a CPU."""
-    steps = BlockRunner.run
-
-    def slow(self, *args, first=0, count):
-        time.sleep(0.2)
-        return steps(self, *args, first=first, count=count)
-
-    monkeypatch.setattr(BlockRunner, "run", slow)
-    compare_times(monkeypatch)
-    settings = counting_config(tmp_path, epochs=100, statistics__every_steps=1000)
+    blocks_seem_slow(monkeypatch, num_slow=math.inf)
+    settings = counting_config(tmp_path, epochs=60, statistics__every_steps=1000)
     state = Counting(settings, **ONE).fit()
-    np.testing.assert_array_equal(state.params["count"], 100)
-    assert 0 < len(sizes) < 60  # of 150
+    np.testing.assert_array_equal(state.params["count"], 60)
+    assert 0 < len(sizes) < 40  # of 90
 
 
 BATCH = BatchConfig(num_replicas=1, micro_batch_size=16, num_micro_batches=1)
@@ -245,24 +266,20 @@ def test_blocks_pause_if_they_are_slower_twice_and_ever_longer(slow, step):
         assert math.isnan(times.compare(BATCH)) is is_slow, "they are to be compared afresh"
 
 
+@pytest.mark.slow
 @LATER
 def test_blocks_that_seemed_slower_are_tried_again(tmp_path, sizes, monkeypatch):
-    """The machine was busy with something else."""
-    slowly, steps = 8, BlockRunner.run
-
-    def disturbed(self, *args, first=0, count):
-        time.sleep(0.2 * (len(sizes) < slowly))
-        return steps(self, *args, first=first, count=count)
-
-    monkeypatch.setattr(BlockRunner, "run", disturbed)
+    """The machine was busy with something else, until they had been given up."""
+    slowly = 2 * ENOUGH_IN_BLOCKS // 4  # blocks, as many as two comparisons take
+    blocks_seem_slow(monkeypatch, num_slow=slowly)
     monkeypatch.setattr(blocks, "FIRST_PAUSE", 100)
-    compare_times(monkeypatch)
-    settings = counting_config(tmp_path, epochs=200, statistics__every_steps=1000)
+    settings = counting_config(tmp_path, epochs=100, statistics__every_steps=1000)
     state = Counting(settings, **ONE).fit()
-    np.testing.assert_array_equal(state.params["count"], 200)
-    assert len(sizes) > slowly
+    np.testing.assert_array_equal(state.params["count"], 100)
+    assert len(sizes) > slowly + 8  # some were still on their way when they were given up
 
 
+@pytest.mark.slow
 def test_steps_are_free_while_what_measures_is_being_compiled(tmp_path, sizes, monkeypatch):
     """None of them can measure, though every one should."""
     monkeypatch.setattr(SizeCompiler, "can_measure", lambda self, size: False)
@@ -272,6 +289,7 @@ def test_steps_are_free_while_what_measures_is_being_compiled(tmp_path, sizes, m
     assert len(sizes) > 3
 
 
+@pytest.mark.slow
 def test_a_run_without_measured_decisions_has_no_blocks(tmp_path, sizes, monkeypatch):
     """Its bits, and those of a resumed run, must not depend on when a program is compiled."""
     monkeypatch.setattr(blocks, "may_round", MAY_ROUND)
@@ -282,6 +300,7 @@ def test_a_run_without_measured_decisions_has_no_blocks(tmp_path, sizes, monkeyp
     assert MAY_ROUND(counting_config(tmp_path, statistics__every_steps=None))
 
 
+@pytest.mark.slow
 def test_blocks_run_beside_a_tuner_that_may_change_the_batch(tmp_path, sizes):
     """As with a fixed batch, each sample is applied once."""
     settings = counting_config(

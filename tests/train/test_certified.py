@@ -18,7 +18,8 @@ from table_runs import Two
 from table_runs import settings as table_settings
 
 import jaxgoodput as jg
-from jaxgoodput.data.sources import abstract_sample, as_source
+from jaxgoodput.data.datasets import as_source
+from jaxgoodput.data.sources import abstract_sample
 from jaxgoodput.engine.engine import Engines
 from jaxgoodput.engine.state import Variables
 from jaxgoodput.observe.events import Checkpoint, StepEnd
@@ -285,6 +286,7 @@ def goes_on(workdir, step, **options):
     assert all(np.isfinite(x).all() for path, x in floats(state).items() if path not in codes)
 
 
+@pytest.mark.slow
 def test_an_update_that_is_nan_in_one_large_matrix_is_never_saved_as_good(tmp_path):
     seen = SavesAt(3, 7)
     trainer = seen.trainer = Various(
@@ -497,6 +499,7 @@ def test_a_state_that_is_set_aside_is_of_this_run_and_stays(tmp_path, steps):
             jg.load(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_what_was_infinite_at_the_start_is_known_after_a_restart(tmp_path):
     Various(various(tmp_path, epochs=1)).fit()
     Various(various(tmp_path, epochs=2)).fit()
@@ -578,6 +581,7 @@ def swapped(tmp_path):
     return tmp_path, state
 
 
+@pytest.mark.slow
 def test_the_name_of_a_folder_is_not_believed(swapped):
     workdir, state = swapped
     found = Checkpoints(str(workdir), keep=3)

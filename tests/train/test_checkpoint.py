@@ -28,7 +28,8 @@ from problems import Counting, Evaluated, InStep, Mean, Recorder, config, counti
 from jaxgoodput import _disk
 from jaxgoodput._fields.serial import dumps, encode
 from jaxgoodput.data.cursor import Cursor
-from jaxgoodput.data.sources import abstract_sample, as_source
+from jaxgoodput.data.datasets import as_source
+from jaxgoodput.data.sources import abstract_sample
 from jaxgoodput.engine.engine import Engines
 from jaxgoodput.engine.saved import LeafKind, differences
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
@@ -324,6 +325,7 @@ def test_a_damaged_newest_is_named_and_set_aside_and_the_one_before_is_used(work
     assert str(workdir / "damaged_checkpoints" / "12") in warning
 
 
+@pytest.mark.slow
 @left_behind
 def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one(workdir, told, original):
     cut_all(workdir / "checkpoints" / "12")
@@ -508,6 +510,7 @@ def wavering(tmp_path, *values, **settings):
     return [e.step for e in seen.of(EvalEnd)], [c.step for c in seen.of(Checkpoint)]
 
 
+@pytest.mark.slow
 def test_the_best_is_saved_when_it_is_found_and_stays(tmp_path):
     evaluated, saved = wavering(tmp_path, 1.0, np.nan, 3.0, 3.0, 2.0, 0.0)
     assert saved == [evaluated[0], evaluated[2], evaluated[-1]]

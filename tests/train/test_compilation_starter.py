@@ -172,12 +172,16 @@ def test_a_batch_that_a_trial_has_interrupted_measures_in_the_end():
 class Devices(StrategyCompiler):
     """What compiling delays on some devices."""
 
-    def __init__(self, *, are_cpus):
-        self.are_cpus = are_cpus
+    def __init__(self, *, are_cpus, state_bytes=0):
+        self.are_cpus, self.state_bytes = are_cpus, state_bytes
 
     @property
     def _is_on_cpu(self):
         return self.are_cpus
+
+    @property
+    def _state_bytes(self):
+        return self.state_bytes
 
 
 @given(st.integers(1, 256))
@@ -187,6 +191,14 @@ def test_a_compilation_delays_a_cpu_by_its_cores(cores):
         delay, least = cpu.delay, cpu.least_delay
     assert least <= delay <= 0.9 and delay <= max(2 / cores, least)
     assert 0 < cpu.fixed_s < 0.01
+
+
+@given(st.integers(0, 10**11), st.integers(0, 10**11))
+def test_updating_a_large_state_takes_time_with_any_batch(few, more):
+    fixed_s = [Devices(are_cpus=True, state_bytes=few + x).fixed_s for x in (0, more)]
+    extra_s = fixed_s[1] - fixed_s[0]
+    # Each byte goes through memory a few times, at 100 GB a second at most.
+    assert more / 1e11 - 1e-6 <= extra_s <= more / 1e9 + 1e-6
 
 
 def test_of_an_accelerator_nothing_of_the_kind_is_assumed():
@@ -199,7 +211,7 @@ def test_training_waits_for_what_is_hurried_until_it_is_compiled_or_a_stop_is_du
     engine = Scripted()
     sizes = sizes_of(engine)
     sizes.near(4)
-    strategies: Any = mock.Mock(spec=StrategyCompiler, _hurried=None)
+    strategies: Any = mock.Mock(spec=StrategyCompiler, _hurried=None, _waited_s={})
     strategies._current = CONFIGS[0]
     strategies.compiler.return_value = sizes
     strategies.hurry = partial(StrategyCompiler.hurry, strategies)
@@ -237,6 +249,28 @@ def test_training_waits_for_what_is_hurried_until_it_is_compiled_or_a_stop_is_du
     give_way(look)
     assert len(looks) >= 3 and 16 in sizes.ready() and paused
     assert reader.ledger.snapshot()["compilation"] >= 2 * LOOK_S
+    engine.may_go.clear()
+    strategies.hurry(4, measuring=True)  # it can measure the noise already
+    give_way(lambda: looks.append(0))
+    sizes.near(16)
+    strategies.hurry(16, measuring=True)  # is only tried
+    give_way(lambda: looks.append(0))
+    sizes.adopt(16)
+    del looks[:]
+    give_way(look)
+    assert len(looks) >= 3 and sizes.can_measure(16)
+    # What takes much longer than expected is not waited for any more.
+    engine.may_go.clear()
+    sizes.compile_next(64)
+    del looks[:]
+    strategies.hurry(64, most_s=2 * LOOK_S)
+    give_way(lambda: looks.append(0))
+    assert len(looks) == 2 and sizes.is_busy
+    strategies.hurry(None)
+    strategies.hurry(64, most_s=2 * LOOK_S)  # nor later
+    give_way(lambda: looks.append(0))
+    assert len(looks) == 2
+    engine.may_go.set()
     sizes.close()
 
 
@@ -244,14 +278,16 @@ def test_training_waits_for_what_is_hurried_until_it_is_compiled_or_a_stop_is_du
 def test_training_waits_for_no_size_but_the_one_that_is_being_compiled(
     alone, is_near, wants, is_done
 ):
-    """Never beside other processes, nor for what would measure the noise before it."""
+    """Never beside other processes, nor while what measures the noise is compiled before it."""
     strategies: Any = mock.Mock(spec=StrategyCompiler, delay=0.9, least_delay=0.1)
     strategies.compiles_one_by_one, strategies.num_strategies = alone, 1
     strategies.measures_near.return_value = is_near
     strategies.num_plain.return_value = 1.0
+    strategies.may_measure.return_value = True
     strategies.sizes.return_value, strategies.settled.return_value = (4, 16), (4,)
     starter = CompilationStarter(strategies, 1.0, 0.0, explores=True)
-    explorer: Any = mock.Mock(spec=Explorer, compiling=16)
+    explorer: Any = mock.Mock(spec=Explorer, compiling=16, awaits_noise=False, hurries_noise=False)
+    explorer.compile_s = 1.0
     starter._explorer = explorer
 
     def next_size(*_, may_hurry, **__):
@@ -260,12 +296,90 @@ def test_training_waits_for_no_size_but_the_one_that_is_being_compiled(
 
     explorer.next = next_size
     table: Any = mock.Mock(spec=TimingTable)
-    now: Any = mock.Mock(spec=Situation, step=1)
+    now: Any = mock.Mock(spec=Situation, step=1, current=CONFIGS[0])
     starter.consider(now, table, strategy="", now_s=1.0, of_all=False)
     waits = alone and is_near and wants
-    strategies.hurry.assert_called_once_with(16 if waits else None)
+    strategies.hurry.assert_called_once()
+    assert strategies.hurry.call_args.args == (16 if waits else None,)
     strategies.compiler.return_value.is_done.return_value = is_done
     ticket: Any = mock.Mock(spec=Ticket, num_together=1, began_s=0.0, config=CONFIGS[0])
     explorer.is_trial_due = False
     starter.stepped(ticket, table, is_trial=True)
     assert (strategies.hurry.call_args == mock.call(None)) is (is_done or not waits)
+
+
+@given(*[st.booleans()] * 6)
+def test_the_noise_is_awaited_and_hurried_only_where_it_will_be_measured(
+    alone, is_near, may, several, awaits, hurries
+):
+    strategies: Any = mock.Mock(spec=StrategyCompiler, delay=0.9, least_delay=0.1)
+    strategies.compiles_one_by_one, strategies.num_strategies = alone, 1
+    strategies.measures_near.return_value, strategies.may_measure.return_value = is_near, may
+    strategies.num_plain.return_value = 1.0
+    strategies.sizes.return_value, strategies.settled.return_value = (4, 16), (4,)
+    strategies.ready.return_value = (4,)
+    strategies.limits.return_value = BatchLimits(base=4, max=64)
+    starter = CompilationStarter(strategies, 1.0, 0.0, explores=True, saves=True)
+    explorer: Any = mock.Mock(spec=Explorer, compiling=None, is_hurried=False, has_begun=False)
+    explorer.is_trial_due, explorer.compile_s = False, 1.0
+    starter._explorer, given_s = explorer, []
+
+    def next_size(*_, measuring_s, **__):
+        given_s.append(measuring_s)
+        explorer.awaits_noise = awaits and measuring_s is not None
+        explorer.hurries_noise = hurries and measuring_s is not None
+
+    explorer.next = next_size
+    config = BatchConfig(
+        micro_batch_size=4, num_micro_batches=2 if several else 1, num_replicas=1, strategy=""
+    )
+    now: Any = mock.Mock(spec=Situation, step=1, current=config)
+    table: Any = mock.Mock(spec=TimingTable)
+    starter.consider(now, table, strategy="", now_s=0.0, of_all=False)
+    if not alone:
+        assert given_s == [None]
+    elif several or (is_near and may):
+        assert given_s == [0.0], "it is measured already, or with what is compiled"
+    else:
+        assert given_s == [1.5 if may else None]
+    assert strategies.adopt.called is (explorer.awaits_noise and not several)
+    strategies.hurry.assert_called_once()
+    measuring = strategies.hurry.call_args.kwargs.get("measuring", False)
+    assert measuring is explorer.hurries_noise
+    if measuring:
+        assert strategies.hurry.call_args.args == (4,)
+    # The noise of the base batch, which changes nothing yet, is measured once it is awaited.
+    ticket: Any = mock.Mock(spec=Ticket, num_together=100, began_s=0.0, config=config)
+    strategies.adopt.reset_mock()
+    starter.stepped(ticket, table, is_trial=False)
+    starter.stepped(ticket, table, is_trial=False)
+    has_price = alone and not several and not explorer.awaits_noise
+    assert strategies.adopt.called is not has_price
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_is_explored_is_looked_up_under_its_own_strategy(alone):
+    strategies: Any = mock.Mock(spec=StrategyCompiler, delay=0.9, least_delay=0.1)
+    strategies.compiles_one_by_one, strategies.num_strategies = alone, 1
+    strategies.measures_near.return_value = True
+    strategies.num_plain.return_value = 1.0
+    strategies.sizes.return_value, strategies.settled.return_value = (4, 16), (4,)
+    starter = CompilationStarter(strategies, 1.0, 0.0, explores=True)
+    explorer: Any = mock.Mock(
+        spec=Explorer, compiling=None, awaits_noise=False, hurries_noise=False
+    )
+    explorer.is_hurried, explorer.is_trial_due, explorer.compile_s = False, False, 1.0
+
+    def next_size(*_, **__):
+        explorer.compiling = 16
+        return NextSize(size=16, hope=3.0)
+
+    explorer.next, starter._explorer = next_size, explorer
+    config = dataclasses.replace(CONFIGS[0], strategy="fsdp=2")
+    now: Any = mock.Mock(spec=Situation, step=1, current=config)
+    table: Any = mock.Mock(spec=TimingTable)
+    starter.consider(now, table, strategy="fsdp=2", now_s=1.0, of_all=False)
+    strategies.compiler.reset_mock()
+    ticket: Any = mock.Mock(spec=Ticket, num_together=1, began_s=0.0, config=config)
+    starter.stepped(ticket, table, is_trial=True)
+    assert strategies.compiler.call_args_list[0] == mock.call("fsdp=2")

@@ -87,6 +87,7 @@ class InStages(Mean):
 # -- the last batch ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_last_batch_of_layers_in_stages_is_padded_to_the_size_of_others(tmp_path):
     seen = Recorder()
     settings = config(tmp_path, epochs=1, strategies=(Strategy(data=1, stage=2),))
@@ -94,6 +95,7 @@ def test_the_last_batch_of_layers_in_stages_is_padded_to_the_size_of_others(tmp_
     assert [s.num_samples for s in seen.of(StepEnd)] == [16, 16, 16, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", [Contrastive, OneNumber])
 @pytest.mark.parametrize("background", [True, False])
 def test_the_last_batch_has_the_loss_of_its_own_samples(tmp_path, trainer, background):
@@ -106,6 +108,7 @@ def test_the_last_batch_has_the_loss_of_its_own_samples(tmp_path, trainer, backg
     np.testing.assert_allclose([s.metrics["loss"] for s in seen.of(StepEnd)], wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_last_batch_has_the_statistics_of_its_own_samples(tmp_path):
     settings = config(tmp_path, batch=LIMITS, epochs=1, loss="whole")
     state = Normalised(settings, tx=STILL, devices=devices(8)).fit()
@@ -115,6 +118,7 @@ def test_the_last_batch_has_the_statistics_of_its_own_samples(tmp_path):
     np.testing.assert_allclose(statistics["var"], last.var(0), rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_micro_batches_before_it_are_whole(tmp_path, accumulate):
     """91 samples in batches of 40, made of one or two micro-batches: 11 are left, in one of 20 or two."""
@@ -165,6 +169,7 @@ class MaskedWithState(Masked):
         return self.loss(params, batch, key, mask), model_state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", [Masked, MaskedWithState])
 @pytest.mark.parametrize("loss", ["separate", "global"])
 def test_a_loss_that_asks_for_the_mask_tells_padding_from_samples(tmp_path, trainer, loss):
@@ -233,6 +238,7 @@ class WeightedTokens(MeanOfTokens):
 FREE = {"tuning__accumulate": True, "policy": "goodput", "execution__background_compile": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "settings", "what"),
     [

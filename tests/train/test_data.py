@@ -20,6 +20,7 @@ from problems import (
 )
 
 from jaxgoodput.clock import FakeClock
+from jaxgoodput.data.streams import stream
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe import journal
 from jaxgoodput.observe.events import FitEnd, ReadsRetried, StepEnd
@@ -183,6 +184,29 @@ def test_a_stream_with_a_state_dict_is_used_once_over_restarts(tmp_path, buffer)
     np.testing.assert_array_equal(state.params["count"], 2)
 
 
+def batches_of(number):
+    """A pass of a loader that has no state: batches of its own size, in another order in each pass."""
+    ids = np.random.default_rng(number).permutation(NUM_SAMPLES)
+    return [{"id": ids[i : i + 7]} for i in range(0, NUM_SAMPLES, 7)]
+
+
+@pytest.mark.slow
+def test_a_loader_of_batches_is_used_once_over_restarts_with_other_devices(tmp_path):
+    settings = counting_config(tmp_path, base_steps=1000.0)
+
+    def trainer(num_devices):
+        rows = stream(batches_of, batched=True, passes=3)
+        return Loadable(settings, rows, devices=jax.devices()[:num_devices], loop=InStep)
+
+    for end, num_devices in ((1, 1), (5, 4), (9, 2), (14, 1)):
+        stopped_at(trainer(num_devices), end)
+    seen = Recorder()
+    last = trainer(2)
+    last.hooks = (seen,)
+    np.testing.assert_array_equal(last.fit().params["count"], 3)
+    assert seen.of(FitEnd)[0].samples == 3 * NUM_SAMPLES
+
+
 @pytest.mark.slow
 def test_a_stream_trains_under_the_default_policy(tmp_path):
     settings = counting_config(tmp_path, base_steps=4.0, policy="goodput")
@@ -200,6 +224,7 @@ def test_a_stream_that_ends_before_the_run_does_is_warned_of(tmp_path, monkeypat
     assert "at 25 % of base_steps=24, after 96 samples: schedules did not come to their end" in told
 
 
+@pytest.mark.slow
 def test_a_data_set_that_repeats_is_read_to_the_end_of_the_run(tmp_path):
     class Repeated(Counting):
         def dataset(self):

@@ -228,6 +228,7 @@ def test_a_run_without_it_goes_on_with_one_that_begins_at_its_parameters(tmp_pat
     assert np.all((low < state.ema["w"]) & (state.ema["w"] < high))
 
 
+@pytest.mark.slow
 def test_one_that_would_be_lost_is_refused(tmp_path):
     Mean(config(tmp_path, epochs=1, ema=KEPT)).fit()
     with pytest.raises(WrongWorkdirError, match=r"holds an average.*Set Config.ema"):

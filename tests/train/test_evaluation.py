@@ -1,5 +1,8 @@
 """An evaluation covers every held-out sample exactly once, wherever and whenever it runs."""
 
+import contextlib
+import math
+import types
 from typing import Any
 
 import engines
@@ -8,13 +11,19 @@ import jax.numpy as jnp
 import layouts
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from problems import Evaluated, InStep, Recorder, config, rows
 
 from jaxgoodput.clock import FakeClock
-from jaxgoodput.data.sources import as_source
-from jaxgoodput.observe.events import EvalEnd, StepEnd
+from jaxgoodput.data.datasets import as_source
+from jaxgoodput.engine.state import Variables
+from jaxgoodput.observe.events import EvalEnd, FitEnd, StepEnd
 from jaxgoodput.parallel.strategy import Strategy
 from jaxgoodput.train import evaluation
+from jaxgoodput.train.config import with_overrides
+from jaxgoodput.train.control import Preempted
+from jaxgoodput.train.duties.evaluating import Evaluations
 from jaxgoodput.train.evaluation import Evaluator
 from jaxgoodput.train.loop import Loop
 
@@ -32,6 +41,7 @@ class Everything(Evaluated):
         return {"largest": outputs["first"].max()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.nightly), 8])
 @pytest.mark.parametrize("rows_at_once", [None, 1, 3, 37, 64])
 def test_every_sample_once_and_in_order(tmp_path, count, rows_at_once):
@@ -99,6 +109,213 @@ def test_without_an_interval_it_is_evaluated_once_at_the_end(tmp_path):
     assert only.step == 12 and only.metrics == pytest.approx(trainer.evaluate(state))
 
 
+# -- predictions ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[1, 8])
+def trained(request, tmp_path_factory):
+    """A trainer on some devices, and its state."""
+    settings = config(tmp_path_factory.mktemp("run"), epochs=1)
+    trainer = Everything(settings, devices=jax.devices()[: request.param])
+    return trainer, trainer.fit()
+
+
+@settings(max_examples=12)
+@given(count=st.integers(1, 70), at_once=st.sampled_from([None, 1, 7, 64]))
+def test_predictions_come_for_every_sample_in_order(trained, count, at_once):
+    trainer, state = trained
+    trainer.config = with_overrides(trainer.config, [f"evaluation.micro_batch_size={at_once}"])
+    data = {"x": rows(count, seed=4)["x"], "id": np.arange(count)}
+
+    def outputs(params, model_state, batch):
+        return {"id": batch["id"], "far": params["w"][None] + batch["x"]}
+
+    found = trainer.predict(state, data, outputs)
+    np.testing.assert_array_equal(found["id"], data["id"])
+    np.testing.assert_allclose(found["far"], np.asarray(state.params["w"]) + data["x"], rtol=1e-6)
+
+
+def test_predictions_are_those_of_metrics_unless_others_are_asked_for(trained):
+    trainer, state = trained
+    np.testing.assert_array_equal(trainer.predict(state, rows(5))["rows"], rows(5)["x"])
+
+
+def test_predictions_use_the_average_and_the_model_state(tmp_path):
+    class Counted(Everything):
+        def init(self, key) -> Any:
+            return Variables(params=super().init(key), model_state={"calls": jnp.zeros(())})
+
+        def loss_and_state(self, params, model_state, batch, key):
+            return super().loss(params, batch, key), {"calls": model_state["calls"] + 1}
+
+    trainer = Counted(config(tmp_path, epochs=1, ema=0.9), devices=jax.devices()[:1])
+    state = trainer.fit()
+
+    def outputs(params, model_state, batch):
+        ones = jnp.ones(len(batch["x"]))
+        return {"w": ones[:, None] * params["w"][None], "calls": ones * model_state["calls"]}
+
+    found = trainer.predict(state, rows(3), outputs)
+    np.testing.assert_allclose(found["w"], [state.averaged["w"]] * 3, rtol=1e-6)
+    assert not np.allclose(found["w"], [state.params["w"]] * 3)
+    assert found["calls"].tolist() == [float(state.step)] * 3
+
+
+def test_outputs_that_are_not_by_name_and_sample_are_refused(trained):
+    trainer, state = trained
+    for wrong, said in (
+        (lambda params, model_state, batch: batch["x"], "outputs must return arrays by name"),
+        (lambda params, model_state, batch: {"a": {"b": batch["x"]}}, "and nothing nested"),
+        (lambda params, model_state, batch: {"a": batch["x"].sum()}, r"outputs\['a'\] has shape"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            trainer.predict(state, rows(5), wrong)
+
+
+def test_predictions_for_what_can_be_read_once_only_are_refused(trained):
+    trainer, state = trained
+    with pytest.raises(
+        ValueError, match=r"predict\(\): a generator that is a stream.*loader.dataset"
+    ):
+        trainer.predict(state, (one for one in [rows(1)]))
+
+
+# -- several data sets ---------------------------------------------------------------------------------
+
+
+class Several(Everything):
+    """Two sets of held-out samples, of different lengths."""
+
+    def eval_dataset(self) -> Any:
+        return None
+
+    def eval_datasets(self) -> Any:
+        return {"validation": rows(37, seed=2), "test": rows(11, seed=3)}
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_each_of_several_data_sets_is_evaluated_by_its_name(tmp_path, count):
+    settings = config(
+        tmp_path,
+        epochs=1,
+        evaluation__every_base_steps=4.0,
+        saving__best="test/largest",
+        saving__best_mode="max",
+    )
+    seen = Recorder()
+    trainer = Several(settings, devices=jax.devices()[:count], hooks=[seen])
+    state = trainer.fit()
+    expected = {"validation/largest": HELD_OUT[:, 0].max()}
+    expected["test/largest"] = rows(11, seed=3)["x"][:, 0].max()
+    assert trainer.evaluate(state) == expected == seen.of(EvalEnd)[-1].metrics
+    assert int(trainer.restore(best=True).step) == seen.of(EvalEnd)[0].step, (
+        "the first of equal ones"
+    )
+
+
+@pytest.mark.slow
+def test_data_sets_that_are_given_in_the_wrong_way_are_refused_with_the_right_one(tmp_path):
+    class Nested(Evaluated):
+        def eval_dataset(self):
+            return {"validation": rows(37), "test": rows(11)}
+
+    class Both(Several):
+        def eval_dataset(self):
+            return rows(37)
+
+    class Unnamed(Several):
+        def eval_datasets(self):
+            return [rows(37)]
+
+    refused = {
+        Nested: "11 rows.*If validation, test are several data sets, return them from eval_datasets",
+        Both: "has eval_dataset and eval_datasets",
+        Unnamed: "must return data sets by name",
+    }
+    for kind, why in refused.items():
+        with pytest.raises(ValueError, match=why):
+            kind(config(tmp_path / kind.__name__, evaluation__every_base_steps=4.0)).fit()
+
+
+# -- ending early --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stops", [(), (6,), (11,), (11, 13)])
+def test_a_run_ends_when_nothing_became_better_for_long(tmp_path, stops):
+    """Restarts neither prolong nor shorten the time that it waits."""
+    best_at, values = [], iter([5.0, 3.0, 4.0, 3.5, 3.0, 9.0, 9.0, 9.0, 9.0, 9.0])
+
+    class Planned(Evaluated):
+        def summarize(self, outputs):
+            return {"score": next(values)}
+
+    settings = config(
+        tmp_path,
+        base_steps=100.0,
+        evaluation__every_base_steps=4.0,
+        saving__best="score",
+        evaluation__patience_base_steps=8.0,
+    )
+
+    def run(end=None):
+        seen = Recorder()
+        trainer = Planned(settings, hooks=[seen], loop=InStep)
+        seen._then = lambda e: e.step == end and trainer.request_stop()
+        with contextlib.nullcontext() if end is None else pytest.raises(Preempted):
+            trainer.fit()
+        best_at.extend(e.step for e in seen.of(EvalEnd) if e.metrics["score"] == 3.0)
+        return trainer, seen
+
+    for end in stops:
+        run(end)
+    trainer, seen = run()
+    assert seen.of(FitEnd)[0].reason == "done"
+    assert 8 <= seen.of(StepEnd)[-1].step - best_at[0] <= 8 + 4 + 2
+    assert float(trainer.restore(best=True).step) == best_at[0]
+
+
+@given(
+    values=st.lists(st.sampled_from([0.0, 1.0, 2.0, math.nan]), min_size=1, max_size=12),
+    patience=st.integers(1, 5),
+    is_late=st.booleans(),
+)
+def test_patience_counts_from_the_best_evaluation(values, patience, is_late):
+    """Also while that is still being saved."""
+    ended, best = [], [math.nan, math.nan]  # saved at
+    now = types.SimpleNamespace(progress=0.0)
+    asked: Any = types.SimpleNamespace(
+        config=types.SimpleNamespace(
+            evaluation=types.SimpleNamespace(patience_base_steps=float(patience)),
+            saving=types.SimpleNamespace(best="score"),
+        ),
+        start=types.SimpleNamespace(
+            now=now,
+            is_chief=True,
+            checkpoints=types.SimpleNamespace(best_progress=lambda: best[-2 if is_late else -1]),
+        ),
+        finish=lambda: ended.append(now.progress),
+        _best_at=0.0,
+    )
+    for at, value in enumerate(values):
+        now.progress = float(at)
+        if value < min((v for v in values[:at] if v == v), default=math.inf):
+            best.append(float(at))
+            asked._best_at = float(at)
+        else:
+            Evaluations._lose_patience(asked)
+    for at in range(len(values)):
+        known = [(v, i) for i, v in enumerate(values[: at + 1]) if v == v]
+        first = min(known)[1] if known else 0
+        is_best = bool(known) and first == at
+        assert (at in ended) == (at - first >= patience and not is_best)
+
+
+def test_patience_without_a_metric_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="waits for a better value.*saving.best"):
+        config(tmp_path, evaluation__patience_base_steps=8.0)
+
+
 class AsArrays:
     """Rows that are made with jnp, when they are read."""
 
@@ -112,6 +329,7 @@ class AsArrays:
         return {"x": np.asarray(jnp.asarray(self.data["x"][index]) + jnp.zeros(()))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_what_is_the_users_may_use_jnp_as_it_likes(tmp_path, prefetch):
     """The loop's own thread may not send anything unasked."""
@@ -134,6 +352,7 @@ def test_what_is_the_users_may_use_jnp_as_it_likes(tmp_path, prefetch):
     assert np.isfinite([e.metrics["first"] for e in seen.of(EvalEnd)]).all() and seen.of(EvalEnd)
 
 
+@pytest.mark.slow
 def test_evaluations_by_time(tmp_path, clock):
     seen = Recorder(lambda e: clock.advance(10.0))
     settings = config(tmp_path, evaluation__every_s=50.0)
@@ -160,6 +379,7 @@ def test_time_in_an_evaluation_is_no_training_time(tmp_path, clock):
     assert seen.of(EvalEnd)[-1].seconds == pytest.approx(7.0)
 
 
+@pytest.mark.slow
 def test_an_evaluation_reads_the_state_and_leaves_it(tmp_path):
     trainer = Evaluated(config(tmp_path, epochs=1))
     state = trainer.fit()

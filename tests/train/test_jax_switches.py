@@ -182,6 +182,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switch, name", CASES)
 def test_a_run_under_a_switch_gives_the_same_losses(tmp_path, switch, name):
     expected = reference(name)
@@ -287,6 +288,7 @@ def test_batches_without_weight_are_passed_over_under_a_switch(tmp_path, switch,
 PRODUCTS = "jax_default_matmul_precision"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [np.float64, np.float32])
 def test_every_thread_sees_the_settings_that_surround_fit(tmp_path, data):
     """Programs that are compiled behind training, and the loader's, would otherwise be others."""

@@ -134,6 +134,7 @@ def test_two_leaves_of_one_name_are_refused_before_anything_runs():
         jax.eval_shape(saveable(lambda _: tree, "init()"), 0)
 
 
+@pytest.mark.slow
 def test_plain_orbax_finds_every_value_by_its_name(original):
     """The lines of its page, as they are printed there, but for the folder."""
     workdir, state = original
@@ -206,6 +207,7 @@ def test_the_best_is_found_by_the_metric_that_the_run_kept_it_by(tmp_path):
     assert_equal(First.params, jax.device_get(found.params))
 
 
+@pytest.mark.slow
 def test_load_gives_the_average_in_the_parameters_own_types(tmp_path):
     trainer = deep(tmp_path)
     trainer.config = dataclasses.replace(trainer.config, ema=0.9)
@@ -285,6 +287,7 @@ class First(InStep):
         return super().run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -314,6 +317,7 @@ def test_a_run_begins_with_a_checkpoint_of_another_layout(original, tmp_path, st
     assert seen.of(FitStart)[0].step == 0 and seen.of(StepEnd)[0].step == 1
 
 
+@pytest.mark.slow
 def test_a_tree_is_taken_in_part_and_stays_the_users_own(tmp_path, told):
     kernel = jnp.full((ROWS, COLUMNS), 2.0)
     # Another type, other containers, and not all of it.
@@ -435,6 +439,7 @@ class Adapted(jg.Trainer):
         return {"x": x, "y": np.zeros((96, COLUMNS), np.float32)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [jg.Strategy(data=8), jg.Strategy(fsdp=8)])
 def test_lora_trains_what_it_adds_to_a_loaded_model(original, tmp_path, strategy):
     base = jg.FromCheckpoint(
@@ -453,6 +458,7 @@ def test_lora_trains_what_it_adds_to_a_loaded_model(original, tmp_path, strategy
     assert held < kernel.size  # moments of the adapters alone
 
 
+@pytest.mark.slow
 def test_what_a_run_begins_with_is_no_part_of_its_programs(tmp_path, uncached):
     """As constants of a program, weights would be compiled, and kept in the compilation cache."""
     cache = tmp_path / "cache"
@@ -495,6 +501,7 @@ class Looker(Hook):
         self.shown.append(event)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ema", [None, 0.9])
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.nightly), 8])
 def test_hooks_are_shown_the_parameters_as_they_were_and_cannot_change_them(tmp_path, ema, count):

@@ -181,6 +181,7 @@ def test_the_loop_never_asks_for_a_value(tmp_path, pulls, count, statistics_ever
     assert steady
 
 
+@pytest.mark.slow
 def test_the_loop_refuses_transfers_that_nobody_asked_for(tmp_path):
     class Careless(Loop):
         def _next_batch(self):

@@ -24,6 +24,7 @@ from jaxgoodput.engine.state import Variables, cast
 # -- frozen parameters -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_frozen_parameters_keep_every_bit_and_cost_no_optimizer_state(key, rng):
     frozen_shape = (DIM, DIM)
 
@@ -60,6 +61,7 @@ def test_frozen_parameters_keep_every_bit_and_cost_no_optimizer_state(key, rng):
 # -- mixed precision ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_over_float32_masters(key, rng):
     seen = []
 

@@ -80,7 +80,9 @@ def files(workdir):
 @pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 def test_a_second_run_starts_where_the_first_one_ended(tmp_path, background):
-    first, warned, _ = fit(settings(tmp_path))
+    """The first one is so long that it has most of its steps there, however long it compiles before."""
+    long = {"base_steps": 900.0}
+    first, warned, _ = fit(settings(tmp_path, **long))
     assert not warned and len(files(tmp_path)) == 1
     assert batches(first)[0] == 16 and batches(first)[-1] == 64
     assert any("probe" in t.verdict.reason for t in first.of(TuneEnd))
@@ -92,7 +94,7 @@ def test_a_second_run_starts_where_the_first_one_ended(tmp_path, background):
             undos.append(listen_for_compilations(compiled.append))
 
     undos = []
-    runs = settings(tmp_path, execution__background_compile=background)
+    runs = settings(tmp_path, execution__background_compile=background, **long)
     second, warned, state = fit(runs, then=listen)
     for undo in undos:
         undo()

@@ -142,6 +142,7 @@ def test_a_run_that_is_complete_stays_complete(tmp_path, length):
         assert seen.of(FitEnd)[0].progress == seen.of(FitStart)[0].progress
 
 
+@pytest.mark.slow
 def test_every_number_of_devices_carries_the_run_on(tmp_path):
     settings = counting_config(tmp_path, epochs=4)
     for step, count in ((3, 8), (10, 4), (17, 1)):
@@ -156,6 +157,7 @@ def test_every_number_of_devices_carries_the_run_on(tmp_path):
     np.testing.assert_allclose(state.params["w"], w, rtol=5e-6)
 
 
+@pytest.mark.slow
 def test_another_seed_starts_elsewhere_but_a_restart_keeps_its_own(tmp_path):
     stopped_at(Counting, counting_config(tmp_path, seed=5), 2)
     seen = Recorder()

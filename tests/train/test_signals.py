@@ -200,6 +200,7 @@ def test_handlers_are_given_back_after_an_error(tmp_path, own_handlers):
     assert given_back(own_handlers)
 
 
+@pytest.mark.slow
 def test_a_run_beside_the_main_thread_leaves_signals_alone(tmp_path, own_handlers):
     found = []
 

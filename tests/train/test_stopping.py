@@ -64,6 +64,7 @@ def full_disk(monkeypatch):
     return is_full
 
 
+@pytest.mark.slow
 def test_a_stop_that_cannot_save_ends_with_75_and_names_the_step_that_is_safe(tmp_path, full_disk):
     def act(event):
         if event.step == 3:
@@ -130,6 +131,7 @@ class Hanging:
         return {name: x[index] for name, x in self.samples.items()}
 
 
+@pytest.mark.slow
 def test_a_stop_is_heard_while_the_data_hang(tmp_path):
     data = Hanging(96, 7 * 16 + 8)  # some are read to know what they are
     seen = Recorder()
@@ -174,23 +176,29 @@ def test_hooks_that_are_behind_hear_of_a_stop_when_it_is_saved(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("heard", ["on_step_end", "on_window"])
 def test_training_waits_for_hooks_that_are_far_behind_and_names_the_slow_one(
-    tmp_path, monkeypatch, caplog
+    tmp_path, monkeypatch, caplog, heard
 ):
+    """Whether they hear of steps, or of windows that are as short."""
     monkeypatch.setattr(hooking, "MOST_BEHIND", 4)
-    behind = []
+    behind, waited_s = [], []
 
     class Slow:
-        def on_step_end(self, event):
+        def handle(self, event):
             time.sleep(0.1)  # far longer than a step takes anywhere
             behind.append(trainer._loop.now.step - event.step)
 
-    seen = Recorder()
-    trainer = Counting(counting_config(tmp_path, epochs=6), hooks=[seen, Slow()])
+        def on_fit_end(self, event):
+            waited_s.append(event.buckets_s["hooks_behind"])
+
+    setattr(Slow, heard, Slow.handle)
+    settings = counting_config(tmp_path, epochs=6, reporting__window_s=1e-9)
+    trainer = Counting(settings, hooks=[Slow()])
     trainer.fit()
     # What waits, what the hook has in hand, what the watcher holds, and the steps in flight.
     assert max(behind) <= 4 + 1 + 1 + 2
-    assert seen.of(FitEnd)[0].buckets_s["hooks_behind"] > 0
+    assert waited_s[0] > 0
     (line,) = [r.getMessage() for r in caplog.records if "training waits" in r.getMessage()]
     assert "Slow" in line
 
@@ -245,6 +253,7 @@ class Mistaken(Evaluated):
         return super().loss(params, batch, key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["summarize", "loss"])
 def test_an_exception_in_the_users_code_is_raised_after_a_checkpoint(tmp_path, where):
     import jax
@@ -537,6 +546,7 @@ COMPILING = """
 """
 
 
+@pytest.mark.slow
 def test_the_interpreter_is_not_taken_down_while_something_compiles():
     done = script(COMPILING)
     assert (done.returncode, done.stdout) == (75, "the user's own\n"), done.stderr
@@ -550,6 +560,7 @@ def test_a_stop_that_comes_during_a_callback_is_obeyed_and_prints_no_traceback()
     assert "Traceback" not in ended.stderr and "ignored" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_signal_to_a_forked_child_is_not_the_runs():
     done = script(FORKED)
     assert done.stdout.split() == ["15", "None"], done.stderr

@@ -131,6 +131,14 @@ def test_evaluating_changes_no_row_and_takes_those_of_the_states_step(tmp_path, 
     ends = seen.of(EvalEnd)
     assert len(ends) > 2
     assert trainer.evaluate(state) == ends[-1].metrics
+    held_out = trainer.eval_dataset()
+    errors = trainer.predict(state, held_out)["error"]
+    assert errors.mean() == pytest.approx(ends[-1].metrics["error"])
+
+    def embedded(params, model_state, batch, rows):
+        return {"first": rows["item"].reshape(len(rows["item"]), -1)[:, 0]}
+
+    assert len(trainer.predict(state, held_out, embedded)["first"]) == len(errors)
     before = trainer.restore(min(saved_steps(tmp_path)))
     assert trainer.evaluate(before)["error"] != ends[-1].metrics["error"]
     with pytest.raises(ValueError, match="no commit of step 10"):
@@ -294,6 +302,7 @@ class NoTable(Two):
         return {"item": np.zeros(3)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [

@@ -108,6 +108,7 @@ def test_an_answer_that_is_awaited_or_over_keeps_the_timer_still(ending):
     assert bool(run.go(60)) == (ending != "is_judging")
 
 
+@pytest.mark.slow
 @given(step_s=st.floats(1e-4, 1.0), is_trial=st.booleans())
 def test_a_change_is_judged_after_its_few_steps_and_a_moment(step_s, is_trial):
     """The first steps with a batch are disturbed, so that a few very short ones say nothing."""

@@ -68,6 +68,7 @@ def test_a_batch_whose_samples_are_worth_as_much_is_not_denied_however_late_it_i
     assert not is_denied(before, wide, ratio), (before, after)
 
 
+@pytest.mark.slow
 @given(steps=st.integers(60, 1500), later=st.integers(100, 3000), batch=st.sampled_from([128, 256]))
 def test_a_batch_that_gains_next_to_nothing_is_denied_however_young_the_run_is(steps, later, batch):
     training = Training(noise=0.3)

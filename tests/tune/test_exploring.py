@@ -16,6 +16,7 @@ from jaxgoodput.tune.batch import GROWTH, assumed_growth, choose_batch
 from jaxgoodput.tune.exploring import (
     EARNINGS,
     FEW_CORES_DELAY,
+    FOUND,
     HURRY,
     LOAN,
     MOST_LOANS,
@@ -89,6 +90,67 @@ def test_a_loan_must_be_repaid_several_times_and_a_found_size_earns():
     assert not account.allows(2.0, saving_s=11.0, passed_s=5.0, left_s=95.0)
     assert account.allows(2.0, saving_s=11.0, passed_s=5.0, left_s=25.0)
     assert not account.allows(1.0, saving_s=9.0, passed_s=5.0, left_s=math.nan)
+
+
+@given(
+    left_s=st.floats(10.0, 1e4),
+    outcomes=st.lists(st.sampled_from(["kept", "in vain", "on trial", "refused"]), max_size=4),
+)
+def test_after_a_size_that_was_tried_in_vain_less_is_borrowed_until_one_is_kept(left_s, outcomes):
+    table, explorer = StrategyTimings(num_nodes=1).table(""), Explorer(1e-4, 0.0)
+    current, settled, timed, most = 32, [32], [32], MOST_LOANS
+
+    def now(**also):
+        return situation(
+            current, ready=tuple(settled), timed=tuple(timed), left_s=left_s, step_s=1e-4, **also
+        )
+
+    for outcome in outcomes:
+        found = explorer.next(now(), SIZES, settled, table, now_s=1.0)
+        assert explorer.account.most_loans == most
+        if found is None:
+            return
+        explorer.next(now(), SIZES, settled, table, now_s=1.0)
+        assert explorer.account.most_loans == most, "nothing is known of it while it is compiled"
+        explorer.compiled(0.0 if outcome == "refused" else 1e-4, table)
+        settled.append(found.size)
+        if outcome == "on trial":  # whose end is not known yet
+            home, before = StrategyOption(**vars(now().here)), current
+            current = found.size
+            explorer.next(now(home=home), SIZES, SIZES, table, now_s=1.0)
+            current = before
+            explorer.next(now(home=home), SIZES, SIZES, table, now_s=1.0)
+            assert explorer.account.most_loans == most
+        if outcome in ("kept", "in vain"):
+            timed.append(found.size)
+            current = found.size if outcome == "kept" else current
+            most = MOST_LOANS if outcome == "kept" else 1.0
+        explorer.next(now(), SIZES, SIZES, table, now_s=1.0)
+        assert explorer.account.state(1.0, left_s).most_loans == most
+
+
+@pytest.mark.slow
+@given(
+    lefts_s=st.lists(st.floats(1.0, 1e4), min_size=2, max_size=6),
+    found=st.booleans(),
+    busy=st.booleans(),
+)
+def test_only_a_size_that_was_found_earns_by_shortening_the_run(lefts_s, found, busy):
+    """While the first batch is kept, a shorter forecast of the rest is not a saving."""
+    table, explorer = StrategyTimings(num_nodes=1).table(""), Explorer(1e-3, 0.0)
+    first = situation(left_s=lefts_s[0], step_s=0.1)
+    if explorer.next(first, SIZES, (32,), table, now_s=1.0) is None:
+        return
+    explorer.compiled(1e-3, table)
+    for left_s in lefts_s[1:]:
+        now = situation(
+            128 if found else 32, ready=(32, 128), timed=(32, 128), left_s=left_s, step_s=0.1
+        )
+        now = dataclasses.replace(now, disturbed=busy)
+        explorer.next(now, SIZES, SIZES, table, now_s=2.0)
+        saved_s = explorer.account.state(2.0, left_s).earned_s - EARNINGS * 2.0
+        expected_s = FOUND * max(1.0 + lefts_s[0] - 2.0 - left_s, 0.0)
+        assert saved_s == pytest.approx(expected_s if found else 0.0, abs=1e-6)
 
 
 def test_what_costs_nothing_is_allowed_if_it_may_save_anything():
@@ -176,6 +238,104 @@ def test_training_waits_only_for_what_is_known_to_promise_much_on_few_cores(
             assert explorer.is_hurried is waits
     explorer.compiled(0.1, table)
     assert not explorer.is_hurried
+
+
+@given(
+    left_s=st.floats(1.0, 1e3),
+    compile_s=st.floats(0.01, 100.0),
+    delay=st.floats(FEW_CORES_DELAY, 0.9),
+    step_s=st.floats(1e-4, 1e-1),
+    fixed=st.floats(0.0, 1.0),
+)
+def test_a_size_for_which_training_cannot_afford_to_wait_is_compiled_beside_it(
+    left_s, compile_s, delay, step_s, fixed
+):
+    table = StrategyTimings(num_nodes=1).table("")
+    now = situation(left_s=left_s, step_s=step_s, fixed_s=fixed * step_s)
+
+    def decided(may_hurry):
+        explorer = Explorer(compile_s, 0.0, delay=delay)
+        return explorer, explorer.next(now, SIZES, (32,), table, now_s=1.0, may_hurry=may_hurry)
+
+    (hurried, found), (_, beside) = decided(True), decided(False)
+    event(f"found: {found is not None}, waits: {hurried.is_hurried}")
+    assert found == beside
+    # Nor is it waited for later, as long as that costs too much.
+    more_s = compile_s * (1 - delay)
+    hurried.next(now, SIZES, (32, 128), table, now_s=1.0)
+    assert not (
+        hurried.is_hurried and more_s > MOST_LOANS * LOAN * left_s + EARNINGS * (left_s + 1)
+    )
+
+
+@given(
+    left_s=st.floats(10.0, 1e5),
+    fixed=st.floats(0.0, 1.0),
+    noise=st.floats(1e-3, 1e3),
+    measures=st.booleans(),
+)
+def test_a_size_that_cannot_gain_much_waits_for_the_noise(left_s, fixed, noise, measures):
+    table = StrategyTimings(num_nodes=1).table("")
+    times = {"left_s": left_s, "step_s": 0.01, "fixed_s": fixed * 0.01}
+    grads = UNKNOWN, GradParams(sqr=1.0, var=noise)
+    unknown, known = (situation(grad=x, **times) for x in grads)
+    promised = next_size(unknown, SIZES, (32,), table)
+    assert promised is not None
+    explorer, at_once = Explorer(0.1, 0.0), Explorer(0.1, 0.0)
+    first = {"now_s": 1.0, "measuring_s": 0.15 if measures else None}
+    if measures and promised.hope < HURRY:  # its price is a part
+        at_once.account.spend(0.3 * 0.15)
+    found = explorer.next(unknown, SIZES, (32,), table, **first)
+    allowed = at_once.next(unknown, SIZES, (32,), table, now_s=1.0) is not None
+    waits = allowed and measures and promised.hope < HURRY
+    event(f"waits: {waits}")
+    assert explorer.awaits_noise is waits
+    assert (found is not None) is (allowed and not waits)
+    assert ("the noise is measured first" in explorer.outlook) is waits
+    if waits:  # what measures it is charged, once
+        spent_s = explorer.account.spent_s
+        assert 0 < spent_s < 0.15
+        explorer.next(unknown, SIZES, (32,), table, **first)
+        assert explorer.account.spent_s == spent_s
+    # Once the noise is known, it alone decides, and what was hoped for can still be paid.
+    if waits and (after := next_size(known, SIZES, (32,), table)) is not None:
+        is_found = explorer.next(known, SIZES, (32,), table, **first) is not None
+        assert is_found or after.hope < promised.hope
+    explorer.next(known, SIZES, (32,), table, **first)
+    assert not explorer.awaits_noise
+
+
+@given(
+    delay=st.sampled_from([0.1, FEW_CORES_DELAY, 0.9]),
+    measuring_s=st.none() | st.floats(1e-3, 1e3),
+    is_known=st.booleans(),
+    left_s=st.floats(1.0, 1e4),
+)
+def test_training_waits_for_what_measures_the_noise_if_that_is_a_small_share_of_the_run(
+    delay, measuring_s, is_known, left_s
+):
+    table, explorer = StrategyTimings(num_nodes=1).table(""), Explorer(1e-4, 0.0, delay=delay)
+    times = {"left_s": left_s, "step_s": 1e-4, "fixed_s": math.inf}
+    about = {"now_s": 1.0, "measuring_s": measuring_s}
+    if explorer.next(situation(grad=UNKNOWN, **times), SIZES, (32,), table, **about) is None:
+        return
+    assert not explorer.hurries_noise, "first it is chosen"
+    now = situation(grad=NOISY if is_known else UNKNOWN, **times)
+    explorer.next(now, SIZES, (32, 128), table, **about)
+    waits = explorer.hurries_noise
+    event(f"waits: {waits}")
+    if waits:
+        assert measuring_s is not None and not is_known and delay >= FEW_CORES_DELAY
+        assert not explorer.is_hurried
+        # It is a small share of the run.
+        assert measuring_s <= (MOST_LOANS * LOAN + EARNINGS) * (left_s + 1.0) / (1 - delay)
+    elif measuring_s is not None and not is_known and delay >= FEW_CORES_DELAY:
+        assert measuring_s >= 0.01 * left_s or explorer.account.spent_s > 0.02 * left_s
+    # Having begun to wait, it goes on to wait, whatever the account says by then.
+    if waits:
+        explorer.account.spent_s = spent_s = 1e6
+        explorer.next(now, SIZES, (32, 128), table, **about)
+        assert explorer.hurries_noise and explorer.account.spent_s == spent_s
 
 
 def test_nothing_is_compiled_without_hope(table):

@@ -29,7 +29,14 @@ from jaxgoodput.tune.cadence import statistics_cadence
 from jaxgoodput.tune.evidence import Bar, Stretch
 from jaxgoodput.tune.plan import fixed_config
 from jaxgoodput.tune.timings import feeding_of, residuals_of
-from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS, Caution, Situation, StrategyOption
+from jaxgoodput.tune.verdict import (
+    LEAST_FIXED,
+    PROBE_S,
+    PROBE_STEPS,
+    Caution,
+    Situation,
+    StrategyOption,
+)
 
 NAN = math.nan
 # A micro-batch costs 10 ms plus 0.1 ms per sample: larger batches are far faster per sample.
@@ -292,19 +299,25 @@ def test_a_trial_that_succeeds_is_kept_unless_another_size_promises_clearly_more
     knee=st.integers(1, 600),
     curve=st.floats(0, 1e-5),
     timed=st.sets(st.sampled_from(READY), min_size=2),
+    fixed=st.floats(0, 2),
 )
-def test_hoped_seconds_are_possible(flat, slope, knee, curve, timed):
+def test_hoped_seconds_are_possible(flat, slope, knee, curve, timed, fixed):
     """Lines with a knee and parabolas: between two timed sizes a hope is neither below nor above a bound."""
     seconds = {n: flat + slope * max(n - knee, 0) + curve * n**2 for n in READY}
-    for size, hoped_s in zip(
-        READY, hoped_seconds({n: seconds[n] for n in timed}, READY), strict=True
-    ):
+    known = {n: seconds[n] for n in timed}
+    fixed_s = fixed * min(known.values())
+    anything, grown = hoped_seconds(known, READY), hoped_seconds(known, READY, fixed_s)
+    for size, hoped_s, grown_s in zip(READY, anything, grown, strict=True):
         is_between = min(timed) < size < max(timed) and size not in timed
         assert is_between is not math.isnan(hoped_s)
         if is_between:
             below, above = max(n for n in timed if n < size), min(n for n in timed if n > size)
             line_s = np.interp(size, [below, above], [seconds[below], seconds[above]])
-            assert seconds[below] * (1 - 1e-9) <= hoped_s <= line_s * (1 + 1e-9)
+            assert seconds[below] * (1 - 1e-9) <= hoped_s <= grown_s <= line_s * (1 + 1e-9)
+            # What is not fixed takes longer in proportion, unless both times say otherwise.
+            still_s = min(max(fixed_s, LEAST_FIXED * seconds[below]), seconds[below])
+            share_s = still_s + (seconds[below] - still_s) * size / below
+            assert grown_s >= min(share_s, line_s) * (1 - 1e-9)
 
 
 @given(
@@ -341,6 +354,7 @@ def test_a_size_beside_a_knee_is_tried_though_a_line_through_others_promises_lit
     assert verdict.config == at(128) and "as short as hoped" in verdict.reason
 
 
+@pytest.mark.slow
 @given(left_s=st.floats(1e-3, 1e4))
 def test_a_later_trial_must_repay_its_seconds_several_times(left_s):
     """By the model nothing is better than 64; an optimist hopes for 512."""
@@ -451,6 +465,7 @@ def test_growth_is_capped_below_the_base_too():
 sizes = st.lists(st.integers(1, 300), min_size=0, max_size=6)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     sqr=st.floats(0, 100, width=32),  # what a device reports

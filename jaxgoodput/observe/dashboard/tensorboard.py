@@ -77,7 +77,7 @@ class Dashboard:
         clock: Clock,
         ledger: TimeLedger | None = None,
         figures_every_s: float = 60.0,
-        first_figure_s: float = 20.0,
+        first_figure_s: float = 60.0,
     ):
         self._workdir = pathlib.Path(workdir)
         self._clock = clock

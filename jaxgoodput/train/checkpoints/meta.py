@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from jaxgoodput._fields.serial import decode, encode
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.fingerprint import Fingerprint
-from jaxgoodput.data.sources import StreamState
+from jaxgoodput.data.streams import StreamState
 from jaxgoodput.engine import saved as on_disk
 from jaxgoodput.engine.saved import LeafKind, describe, differences
 from jaxgoodput.engine.state import TrainState

@@ -16,6 +16,7 @@ another process, because that process may have failed.
 """
 
 import dataclasses
+import math
 import pathlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -163,6 +164,12 @@ class Checkpoints:
         notes = self._noted(self._manager.all_steps())
         now = max(notes, default=0) + 1
         return best_step({**notes, now: Note(value=metrics[name])}, self._saving) == now
+
+    def best_progress(self) -> float:
+        """Return the base steps at which the best checkpoint was saved; NaN if there is none."""
+        notes = self._noted(self._manager.all_steps())
+        best = best_step(notes, self._saving)
+        return math.nan if best is None else notes[best].progress
 
     def require_same_model(self, meta: CheckpointMeta, abstract: TrainState) -> None:
         """Raise WrongWorkdirError if the checkpoint of `meta` does not belong to the model of this state."""

@@ -61,7 +61,7 @@ class BatchReader:
         return batch
 
     def _give_way(self, meanwhile: Callable[[], None]) -> None:
-        """Wait while a batch is being compiled that training should wait for; only a stop ends that early."""
+        """Wait while something is being compiled that training should wait for; a stop ends that early."""
         while self.start.strategies.wait_if_hurried(0.0):
             meanwhile()
             with self.start.now.paused(), self.ledger.bucket("compilation"):

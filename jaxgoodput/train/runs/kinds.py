@@ -17,6 +17,7 @@ from jaxgoodput.train.control import (
     Requests,
     SharedDecisions,
 )
+from jaxgoodput.train.process import LAUNCHED, LauncherLink
 from jaxgoodput.train.runs.alone import Alone
 from jaxgoodput.train.runs.elastic import Elastic
 from jaxgoodput.train.runs.membership import Membership
@@ -68,6 +69,11 @@ def place_of(
         return place(devices, strategies)
     found = place(devices, strategies, group_size=membership.group_size)
     return dataclasses.replace(found, is_broken=membership.is_broken)
+
+
+def hosts_may_change() -> bool:
+    """Whether a launcher has started this process in a job whose hosts come and go."""
+    return LAUNCHED.get(LauncherLink()).membership is not None
 
 
 def control_size(where: Place) -> int:

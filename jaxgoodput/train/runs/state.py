@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from jaxgoodput.data.cursor import Cursor
-from jaxgoodput.data.sources import StreamState
+from jaxgoodput.data.streams import StreamState
 from jaxgoodput.engine.engine import Engine
 from jaxgoodput.engine.state import TrainState
 from jaxgoodput.goodput.search import BatchConfig

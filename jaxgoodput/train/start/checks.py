@@ -7,12 +7,14 @@ from jaxtyping import PyTree
 
 from jaxgoodput.data.fingerprint import of_stream
 from jaxgoodput.data.rows import narrow
-from jaxgoodput.data.sources import Source, StreamSource, is_endless
+from jaxgoodput.data.sources import Source, is_endless
+from jaxgoodput.data.streams import StreamSource
 from jaxgoodput.engine.engine import Engine
 from jaxgoodput.engine.loss_checks import unlike_halves
 from jaxgoodput.engine.state import TrainState
 from jaxgoodput.parallel.place import Place
 from jaxgoodput.train.config import Config
+from jaxgoodput.train.runs.kinds import is_alone
 from jaxgoodput.train.start.plans import RunSetup
 from jaxgoodput.tune.plan import BatchPlan
 
@@ -36,6 +38,11 @@ def require_same_stream(source: Source, place: int, where: Place) -> None:
     """
     if not isinstance(source, StreamSource):
         return
+    if source.is_live and not is_alone(where):
+        raise ValueError(
+            "dataset() returned a live stream, and this job has several processes, or may have: each reads "
+            "the whole stream, and there is no second time to read it. Train in one process."
+        )
     first, *others = where.told("its stream", of_stream(source, place))
     differing = [process for process, other in enumerate(others, start=1) if other != first]
     if differing:

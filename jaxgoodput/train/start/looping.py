@@ -18,7 +18,7 @@ from absl import logging
 from jax.extend.core import Jaxpr
 
 from jaxgoodput._jax import looks_for
-from jaxgoodput.data.sources import StreamSource
+from jaxgoodput.data.streams import StreamSource
 from jaxgoodput.engine.arithmetic import elementary_work, matrix_flops, primitives
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.train.compile_ahead import StrategyCompiler

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -14,8 +14,9 @@ from jaxtyping import Array, PyTree
 
 from jaxgoodput._jax import trying
 from jaxgoodput.clock import Clock
+from jaxgoodput.data.datasets import as_source, has_own_order
 from jaxgoodput.data.readers import Attempts
-from jaxgoodput.data.sources import Source, abstract_sample, as_source, is_endless
+from jaxgoodput.data.sources import Source, abstract_sample, is_endless
 from jaxgoodput.engine.programs.rows import as_seen
 from jaxgoodput.engine.state import SownState, Variables, split
 from jaxgoodput.engine.step import LossAndState, Problem, moving
@@ -27,7 +28,8 @@ from jaxgoodput.parallel.place import Place
 from jaxgoodput.parallel.strategy import anywhere
 from jaxgoodput.train.checkpoints.meta import saveable
 from jaxgoodput.train.config import Config
-from jaxgoodput.train.evaluation import Evaluator
+from jaxgoodput.train.evaluation import Evaluator, Evaluators, Metrics
+from jaxgoodput.train.start.idioms import require_parameters
 from jaxgoodput.train.tables.commits import Tables
 from jaxgoodput.train.tables.declared import NoTables, TaskTables, tables_of
 from jaxgoodput.train.task import Task, require_bools, require_floating, require_methods
@@ -55,9 +57,25 @@ class TaskInputs:
         return as_source(self.task.dataset())
 
     @functools.cached_property
-    def eval_dataset(self) -> Any:
-        """The task's held-out samples as it returns them; None if it has none."""
-        return self.task.eval_dataset()
+    def eval_datasets(self) -> Mapping[str, Any]:
+        """The task's sets of held-out samples as it returns them, by name; "" is the name of a single one.
+
+        Raises ValueError if the task has a single one and several, or if one of several has no name.
+        """
+        one, several = self.task.eval_dataset(), self.task.eval_datasets()
+        if several is None:
+            return {} if one is None else {"": one}
+        if one is not None:
+            raise ValueError(
+                f"{type(self.task).__name__} has eval_dataset and eval_datasets. Write one of them: a single "
+                "set of held-out samples, or several by name."
+            )
+        if not (isinstance(several, Mapping) and all(n and isinstance(n, str) for n in several)):
+            raise ValueError(
+                'eval_datasets() must return data sets by name, such as {"validation": ..., "test": ...}; '
+                f"got {several!r:.60}."
+            )
+        return several
 
     @functools.cached_property
     def tables(self) -> TaskTables | NoTables:
@@ -151,7 +169,13 @@ def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None 
 
 def _abstract_variables(task: Task) -> Variables:
     """Return what `init` makes, abstract. Raises TypeError for anything that cannot be checkpointed."""
-    made = jax.eval_shape(anywhere(saveable(task.init, "init()")), jax.random.key(0))
+
+    def init(key: Array) -> Any:
+        made = task.init(key)
+        require_parameters(made)
+        return made
+
+    made = jax.eval_shape(anywhere(saveable(init, "init()")), jax.random.key(0))
     return made if isinstance(made, Variables) else Variables(params=made, model_state=())
 
 
@@ -246,28 +270,45 @@ def _loss_of(task: Task, tables: TaskTables | NoTables) -> tuple[LossAndState, b
 
 def evaluator_of(
     inputs: TaskInputs, where: Place, opened: Tables = MappingProxyType({})
-) -> Evaluator:
+) -> Evaluators:
     """Return the evaluation of a task on its held-out data, with its tables `opened`.
 
     Raises ValueError if the task has no such data, or if they have no end.
     """
-    task, config, data = inputs.task, inputs.config, inputs.eval_dataset
-    name = type(task).__name__
-    if data is None:
+    task = inputs.task
+    if not inputs.eval_datasets:
         raise ValueError(
-            f"{name}.eval_dataset() returned None: there is nothing to evaluate on. Return held-out samples."
+            f"{type(task).__name__}.eval_dataset() returned None: there is nothing to evaluate on. Return "
+            "held-out samples."
         )
-    source = as_source(data)
-    if is_endless(source):
-        raise ValueError(
-            f"{name}.eval_dataset() returned a {type(data).__name__} that is a stream or has no end, and an "
-            "evaluation takes every sample once. Return something with a length."
-        )
-    base = max(config.batch.base // where.num_replicas, 1)
-    return Evaluator(
-        source=source,
+    made = _evaluator(inputs, where, inputs.tables.evaluation(task, opened))
+    return Evaluators(
+        {name: made(source=_held_out(name, x, task)) for name, x in inputs.eval_datasets.items()}
+    )
+
+
+def predictor_of(
+    inputs: TaskInputs, where: Place, opened: Tables, data: Any, outputs: Metrics | None
+) -> Evaluator:
+    """Return what computes `outputs`, or the task's metrics if it is None, for every sample of `data`.
+
+    Raises ValueError if the data have no end.
+    """
+    arguments = inputs.tables.evaluation(inputs.task, opened, outputs)
+    source = _finite_source("the data of predict()", data)
+    name = "metrics" if outputs is None else "outputs"
+    return _evaluator(inputs, where, arguments)(source=source, name=name)
+
+
+def _evaluator(
+    inputs: TaskInputs, where: Place, arguments: Mapping[str, Any]
+) -> Callable[..., Evaluator]:
+    """Return what makes an `Evaluator` of a source."""
+    config = inputs.config
+    return functools.partial(
+        Evaluator,
         layout=where.layout,
-        base=base,
+        base=max(config.batch.base // where.num_replicas, 1),
         micro_batch_size=config.evaluation.micro_batch_size,
         compute_dtype=None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),
         process_index=where.process_index,
@@ -275,5 +316,34 @@ def evaluator_of(
         clock=inputs.clock,
         num_readers=config.execution.readers,
         num_retries=config.execution.read_retries,
-        **inputs.tables.evaluation(task, opened),
+        **arguments,
     )
+
+
+def _held_out(name: str, data: Any, task: Task) -> Source:
+    """Return a set of held-out samples as a source. Raises ValueError if it cannot be one."""
+    what = type(task).__name__ + (f".eval_datasets()[{name!r}]" if name else ".eval_dataset()")
+    try:
+        return _finite_source(what, data)
+    except (TypeError, ValueError) as error:
+        if name or not isinstance(data, Mapping):
+            raise
+        raise type(error)(
+            f"{what}: {error} If {', '.join(map(str, data))} are several data sets, return them from "
+            "eval_datasets()."
+        ) from error
+
+
+def _finite_source(what: str, data: Any) -> Source:
+    """Return data of which every sample is taken once. Raises ValueError if they are not such data."""
+    refusal = ValueError(
+        f"{what}: a {type(data).__name__} that is a stream or has no end, and every sample is taken once. "
+        "Use something with a length and [], such as the data set that a loader reads (loader.dataset), or "
+        "arrays."
+    )
+    if not isinstance(data, Mapping | Source) and has_own_order(data):
+        raise refusal
+    source = as_source(data)
+    if is_endless(source):
+        raise refusal
+    return source

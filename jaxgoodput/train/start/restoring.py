@@ -12,7 +12,8 @@ from jaxgoodput import _disk
 from jaxgoodput._jax import PeerGone
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.data.fingerprint import Fingerprint
-from jaxgoodput.data.sources import Source, StreamSource
+from jaxgoodput.data.sources import Source
+from jaxgoodput.data.streams import StreamSource
 from jaxgoodput.engine.engine import Engine
 from jaxgoodput.engine.saved import from_host, whole_on_host
 from jaxgoodput.engine.state import TrainState
@@ -201,6 +202,12 @@ def resume_stream(source: Source, meta: CheckpointMeta, config: Config, where: P
         )
     if isinstance(source, StreamSource) and meta.stream is not None:
         source.restore(meta.stream)
+        if source.is_live:
+            logging.warning(
+                "the stream of this run is live: it goes on with whatever comes next, after the %d samples "
+                "that were used before.",
+                meta.cursor.offset,
+            )
         if not where.everywhere(source.goes_on(meta.cursor.offset)):
             what = (
                 f"sample {meta.stream.place} of the stream is not the one that it was when the checkpoint of "

@@ -15,7 +15,8 @@ import optax
 from jaxtyping import PyTree
 
 from jaxgoodput.data.loader import Loader
-from jaxgoodput.data.sources import Source, StreamSource
+from jaxgoodput.data.sources import Source
+from jaxgoodput.data.streams import StreamSource
 from jaxgoodput.embedding.plan import Table
 from jaxgoodput.embedding.table import TieredTable
 from jaxgoodput.engine.programs.rows import WithRows, rows_apart, with_tables
@@ -58,9 +59,11 @@ class NoTables:
         """Return the problem unchanged."""
         return problem
 
-    def evaluation(self, task: Task, opened: Tables) -> dict[str, Any]:
-        """Return the user's metrics as an argument of `Evaluator`."""
-        return {"metrics": task.metrics_with_state}
+    def evaluation(
+        self, task: Task, opened: Tables, outputs: Metrics | None = None
+    ) -> dict[str, Any]:
+        """Return the user's metrics, or other `outputs`, as an argument of `Evaluator`."""
+        return {"metrics": task.metrics_with_state if outputs is None else outputs}
 
     def feed(self, opener: Opener, opened: Tables, loader: Loader, config: Config) -> Feed:
         """Return a `PlainFeed`, which hands out the loader's batches."""
@@ -151,15 +154,25 @@ class TaskTables:
         """Return `problem` for steps that read rows of the tables."""
         return with_tables(problem, self.plans)
 
-    def evaluation(self, task: Task, opened: Tables) -> dict[str, Any]:
-        """Return the arguments of an `Evaluator`: metrics of a batch with its rows, and how they are read."""
-        embedded = HostEmbeddings(self.ids, opened)
-        return {"metrics": self._metrics_of(task), "read": embedded, "blank": embedded.blank}
+    def evaluation(
+        self, task: Task, opened: Tables, outputs: Metrics | None = None
+    ) -> dict[str, Any]:
+        """Return the arguments of an `Evaluator`: metrics of a batch with its rows, and how they are read.
 
-    def _metrics_of(self, task: Task) -> Metrics:
-        has_state = type(task).metrics_with_state is not Task.metrics_with_state
+        `outputs` replaces the metrics.
+        """
+        embedded = HostEmbeddings(self.ids, opened)
+        metrics = self._metrics_of(task, outputs)
+        return {"metrics": metrics, "read": embedded, "blank": embedded.blank}
+
+    def _metrics_of(self, task: Task, outputs: Metrics | None) -> Metrics:
+        of_task = type(task).metrics_with_state is not Task.metrics_with_state
+        has_state = of_task or outputs is not None
         written: Callable[..., Any] = task.metrics_with_state if has_state else task.metrics
-        self.require_rows(written, "metrics_with_state" if has_state else "metrics")
+        name = "metrics_with_state" if has_state else "metrics"
+        if outputs is not None:
+            written, name = outputs, "outputs"
+        self.require_rows(written, name)
 
         def metrics(params: PyTree, model_state: PyTree, batch: WithRows) -> Mapping[str, Any]:
             state = (model_state,) if has_state else ()

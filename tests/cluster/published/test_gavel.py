@@ -120,6 +120,7 @@ def test_golden_closed_forms(golden):
         np.testing.assert_allclose(ratio, ratio[0, 0], rtol=1e-7)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 25), st.floats(0.3, 6), st.booleans())
 def test_fractions_are_always_feasible(seed, num_jobs, crowd, limited):
@@ -192,6 +193,7 @@ def test_water_filling_is_the_lexicographic_optimum(seed, num_jobs, crowd, paire
     np.testing.assert_allclose(np.sort(ours), np.sort(expected), rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 20), st.floats(0.5, 5))
 def test_finish_time_fairness_is_what_bisection_finds(seed, num_jobs, crowd):

@@ -153,6 +153,7 @@ def test_malformed_measurements(tmp_path, file, text, message):
         traces.read_pollux_applications(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_shipped_layouts_are_read(shared_data):
     pollux = shared_data / "pollux"
     applications = traces.read_pollux_applications(pollux / "traces")

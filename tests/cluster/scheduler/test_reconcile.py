@@ -51,6 +51,7 @@ class Late:
 states = st.lists(st.sampled_from(["up", "down", "draining"]), max_size=8)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(nodes(), job_recipes(), states)
 def test_no_plan_breaks_a_law(nodes, recipes, states):

@@ -136,6 +136,7 @@ def test_tokens(tmp_path):
     assert read_token(tmp_path / "token") == "abc"
 
 
+@pytest.mark.slow
 def test_agents_and_clients_run_without_the_packages_of_the_service():
     missing = ("pydantic", "pydantic_core", "fastapi", "starlette", "uvicorn", "uvloop")
     script = (

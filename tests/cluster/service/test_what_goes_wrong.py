@@ -39,6 +39,7 @@ def test_a_scheduler_that_is_killed_stops_nobody_and_finds_all_of_it_again(tmp_p
     )
 
 
+@pytest.mark.nightly
 def test_a_node_that_goes_leaves_the_job_to_the_others(tmp_path):
     with services.Service(tmp_path / "service", "--local", "2x1", *OPTIONS) as service:
         job = real_jobs.Job(service, tmp_path, "a", "--max", "2")
@@ -68,6 +69,7 @@ def test_an_agent_that_is_killed_takes_its_processes_along_and_comes_back(tmp_pa
         job.assert_each_sample_once()
 
 
+@pytest.mark.nightly
 def test_jobs_that_end_otherwise(tmp_path):
     with services.Service(tmp_path / "service", "--local", "1x2", *OPTIONS) as service:
         script = tmp_path / "fails.py"
@@ -89,6 +91,7 @@ def test_jobs_that_end_otherwise(tmp_path):
         assert any((job.folder / "run" / "checkpoints").iterdir())  # it was told to save
 
 
+@pytest.mark.nightly
 def test_a_node_that_is_drained_keeps_what_it_has_and_gets_nothing_new(tmp_path):
     with services.Service(tmp_path / "service", "--local", "1x2", *OPTIONS) as service:
         job = real_jobs.Job(service, tmp_path, "a", "--max", "1")

@@ -211,6 +211,7 @@ def test_bad_tenants_are_named(capsys, arguments, says):
     assert code == 2 and says in found.err and not found.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked, names",
     [

@@ -75,12 +75,12 @@ class Noisy(Trainer):
             params=params, model_state={"mean": jnp.zeros(WIDTH), "steps": jnp.int32(0)}
         )
 
-    def predict(self, params, x):
+    def output(self, params, x):
         return x @ params["w"] + params["b"]
 
     def loss_and_state(self, params, model_state, batch, key):
         kept = jax.random.bernoulli(key, 0.8, batch["x"].shape)
-        error = self.predict(params, jnp.where(kept, batch["x"], 0.0)) - batch["y"]
+        error = self.output(params, jnp.where(kept, batch["x"], 0.0)) - batch["y"]
         mean = 0.9 * model_state["mean"] + 0.1 * batch["x"].mean(0)
         return error**2, {"mean": mean, "steps": model_state["steps"] + 1}
 
@@ -94,7 +94,7 @@ class Noisy(Trainer):
         return {**_rows(self.num_eval, seed=2), "id": np.arange(self.num_eval, dtype=np.int32)}
 
     def metrics(self, params, batch):
-        return {"error": self.predict(params, batch["x"]) - batch["y"], "id": batch["id"]}
+        return {"error": self.output(params, batch["x"]) - batch["y"], "id": batch["id"]}
 
     def summarize(self, outputs):
         self.outputs.append({name: np.asarray(x).tolist() for name, x in outputs.items()})

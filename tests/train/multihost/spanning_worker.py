@@ -46,13 +46,13 @@ class Cut(Counting):
             "count": jnp.zeros(NUM_COUNTED),
         }
 
-    def predict(self, params, x):
+    def output(self, params, x):
         return jax.nn.gelu(x @ params["up"]["kernel"]) @ params["down"]["kernel"]
 
     def loss(self, params, batch, key):
         own = params["count"][batch["id"]]
         kept = jax.random.bernoulli(key, 0.8, batch["x"].shape)
-        out = self.predict(params, jnp.where(kept, batch["x"], 0.0))
+        out = self.output(params, jnp.where(kept, batch["x"], 0.0))
         error = jnp.mean((out - batch["x"]) ** 2, axis=-1)
         return error + jax.lax.stop_gradient(own) - own
 
@@ -70,7 +70,7 @@ class Cut(Counting):
         return rows(NUM_EVAL, seed=4)
 
     def metrics(self, params, batch):
-        error = jnp.mean((self.predict(params, batch["x"]) - batch["x"]) ** 2, axis=-1)
+        error = jnp.mean((self.output(params, batch["x"]) - batch["x"]) ** 2, axis=-1)
         return {"error": error, "id": batch["id"]}
 
     def summarize(self, outputs):
@@ -81,9 +81,9 @@ class Cut(Counting):
 class Constrained(Cut):
     """A model that says itself how its activations are cut."""
 
-    def predict(self, params, x):
+    def output(self, params, x):
         cut = jax.lax.with_sharding_constraint(x, PartitionSpec(REPLICA_AXES))
-        return super().predict(params, cut)
+        return super().output(params, cut)
 
 
 def settings(**changes):

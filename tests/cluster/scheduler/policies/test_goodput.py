@@ -39,6 +39,7 @@ def jobs_of(cluster, count, seed):
     return jobs
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     sizes=st.lists(
