@@ -323,7 +323,7 @@ class Noted(Mean):
     [
         (NoLoss, TypeError, "NoLoss defines neither loss nor loss_and_state. Write"),
         (Transposed, TypeError, r"loss returned shape \(\d+, 4\).*one loss per sample"),
-        (Pair, TypeError, "got tuple. Wrap auxiliary numbers as Loss.of"),
+        (Pair, TypeError, "got tuple. Return numbers beside the losses as Loss.of"),
         (NoInit, TypeError, r"NoInit does not define dataset. Write dataset\(self\): return"),
         (Counted, TypeError, r"params\['count'\] is int32, but trainable .* model_state"),
         (NoKey, TypeError, r"NoKey.loss\(params, batch\).* Write loss\(self, params, batch, key\)"),
