@@ -252,7 +252,7 @@ def test_what_a_stream_cannot_do_is_refused(tmp_path):
         def eval_dataset(self):
             return Stream(self.config).dataset()
 
-    with pytest.raises(ValueError, match="takes every sample once.*something with a length"):
+    with pytest.raises(ValueError, match="every sample is taken once.*something with a length"):
         Held(config(tmp_path / "held", evaluation__every_base_steps=1.0)).fit()
 
 
