@@ -20,6 +20,7 @@ Training:
   load                  Load the parameters and the model state of a run as NumPy arrays
   from_linen            Make pure functions of a linen module
   from_nnx              Make pure functions of an nnx module, from the function that creates it
+  from_equinox          Make pure functions of an equinox model, from the function that creates it from a key
   Preempted             The run was asked to stop, and its state is saved. Exit code 143 asks for a restart
   NotSaved              The run is over and its last step could not be saved
   PeerLost              Another process of this job has died or no longer answers
@@ -27,6 +28,8 @@ Training:
   tryout                Find out, in about a minute of training, what larger batches promise
   try_loss              Find out what larger batches promise for a loop of your own
   Tryout                What a minute of training says of other batches
+  find_learning_rate    Find out which learning rate to begin with, from `num_steps` steps whose rate grows
+  RateSearch            The loss of a run whose learning rate grew from step to step
   initialize            Join the job that `environ` describes (default: this process's environment)
 Watching:
   Hook                  Base class of hooks: override the methods you need; the others do nothing
@@ -96,7 +99,8 @@ _NAMES = {
     "engine.programs.program": "SampleShape",
     "engine.state": "Loss TrainState Variables",
     "engine.step": "Problem",
-    "flax_models": "from_linen from_nnx",
+    "models.of_equinox": "from_equinox",
+    "models.of_flax": "from_linen from_nnx",
     "goodput.efficiency": "GradGroups GradParams noise_scale",
     "goodput.fit": "PerfFit StepTimings fit_perf_params",
     "goodput.memory": "StepBytes",
@@ -111,6 +115,7 @@ _NAMES = {
     "parallel.pipeline": "bubble_fraction pipeline",
     "parallel.strategy": "Layout Strategy candidates",
     "train.checkpoints.saved": "FromCheckpoint load",
+    "train.ask.rates": "RateSearch find_learning_rate",
     "train.ask.tryout": "Tryout try_loss tryout",
     "train.config": "Config Evaluation Execution Reporting Saving Statistics Tuning with_overrides",
     "train.control": "Diverged NotSaved PeerLost Preempted",

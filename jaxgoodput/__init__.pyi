@@ -15,8 +15,9 @@ from jaxgoodput.engine.state import Loss as Loss
 from jaxgoodput.engine.state import TrainState as TrainState
 from jaxgoodput.engine.state import Variables as Variables
 from jaxgoodput.engine.step import Problem as Problem
-from jaxgoodput.flax_models import from_linen as from_linen
-from jaxgoodput.flax_models import from_nnx as from_nnx
+from jaxgoodput.models.of_equinox import from_equinox as from_equinox
+from jaxgoodput.models.of_flax import from_linen as from_linen
+from jaxgoodput.models.of_flax import from_nnx as from_nnx
 from jaxgoodput.goodput.efficiency import GradGroups as GradGroups
 from jaxgoodput.goodput.efficiency import GradParams as GradParams
 from jaxgoodput.goodput.efficiency import noise_scale as noise_scale
@@ -50,6 +51,8 @@ from jaxgoodput.parallel.pipeline import pipeline as pipeline
 from jaxgoodput.parallel.strategy import Layout as Layout
 from jaxgoodput.parallel.strategy import Strategy as Strategy
 from jaxgoodput.parallel.strategy import candidates as candidates
+from jaxgoodput.train.ask.rates import RateSearch as RateSearch
+from jaxgoodput.train.ask.rates import find_learning_rate as find_learning_rate
 from jaxgoodput.train.ask.tryout import Tryout as Tryout
 from jaxgoodput.train.ask.tryout import try_loss as try_loss
 from jaxgoodput.train.ask.tryout import tryout as tryout

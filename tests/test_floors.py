@@ -24,7 +24,7 @@ FLOORS = (
     {"goodput", "_jax", "_commands"},  # private JAX calls; waits on the clock
     {"optim", "data", "parallel", "embedding", "specs"},
     {"engine", "tune", "cluster.client"},  # tune knows numbers only; engine knows arrays only
-    {"observe", "flax_models", "cluster.scheduler"},
+    {"observe", "models", "cluster.scheduler"},
     {"train", "cluster.published"},  # train and the scheduler meet in specs
     {"launcher", "cluster.catalogue"},
     {"cli", "cluster.simulate", "cluster.service"},

@@ -6,7 +6,6 @@ does not fit, promises no more, or time is up; if time is left, also the batches
 much each sample of a batch is worth, the step times how many samples there are in a second.
 """
 
-import contextlib
 import dataclasses
 import math
 import statistics
@@ -19,15 +18,13 @@ import jax
 import optax
 
 from jaxgoodput.clock import Clock, SystemClock
-from jaxgoodput.data.datasets import as_source
 from jaxgoodput.data.sources import is_endless
-from jaxgoodput.data.streams import StreamSource
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import Window
 from jaxgoodput.observe.hooks import Hook
 from jaxgoodput.text import percent, roughly, seconds
-from jaxgoodput.train.config import Config, Evaluation, Reporting, Saving
-from jaxgoodput.train.process import LAUNCHED, LauncherLink
+from jaxgoodput.train.ask.aside import repeatable, require_alone, set_aside, short_run
+from jaxgoodput.train.config import Config
 from jaxgoodput.train.start.problem import problem_of
 from jaxgoodput.train.trainer import Trainer
 
@@ -184,25 +181,12 @@ def tryout(trainer: Trainer, *, time_s: float = TIME_S, clock: Clock | None = No
     Raises what `Trainer.fit` raises with the base batch; RuntimeError in a job of several processes, with
     tables or live data, or if the data end before a step is timed.
     """
-    if LAUNCHED.get(LauncherLink()).membership is not None or jax.process_count() > 1:
-        raise RuntimeError(
-            "tryout() runs in one process, and this job may have several. Start it without a launcher, on "
-            "the devices of one host."
-        )
-    if trainer.tables():
-        raise RuntimeError(
-            "tryout() would write rows of the tables that tables() returns into their own folders. Try a "
-            "model whose embeddings are parameters."
-        )
+    require_alone(trainer, "tryout")
     clock = clock or SystemClock()
     own, began_s = trainer.config, clock.now()
     refusal = _refusal(trainer, own)
-    with _set_aside(trainer), tempfile.TemporaryDirectory(prefix="jaxgoodput-try-") as folder:
-        source = as_source(trainer.dataset())
-        if isinstance(source, StreamSource) and source.is_live:
-            raise RuntimeError(
-                "tryout() would use up a live stream. Try with data that can be read again."
-            )
+    with set_aside(trainer), tempfile.TemporaryDirectory(prefix="jaxgoodput-try-") as folder:
+        source = repeatable(trainer.dataset(), "tryout")
         num_samples = math.inf if is_endless(source) else float(len(source))
         trainer.dataset = lambda: source
         noise_end_s = began_s + NOISE_SHARE * time_s
@@ -277,32 +261,6 @@ def try_loss(
     return dataclasses.replace(tryout(Own(config), time_s=time_s), base_steps=base_steps)
 
 
-@contextlib.contextmanager
-def _set_aside(trainer: Trainer) -> Iterator[None]:
-    """Let the trainer have other settings, hooks and data inside the block, and nothing to evaluate."""
-    before = dict(vars(trainer))
-    try:
-        trainer.eval_dataset = trainer.eval_datasets = lambda: None
-        yield
-    finally:
-        vars(trainer).clear()
-        vars(trainer).update(before)
-
-
-def _settings(config: Config, folder: str, name: str, **changes: Any) -> Config:
-    """Return the settings of a run that is ended by its hook, in a folder of that name."""
-    return dataclasses.replace(
-        config,
-        workdir=f"{folder}/{name}",
-        policy="fixed",
-        evaluation=Evaluation(),
-        saving=Saving(every_s=None, at_end=False),
-        reporting=Reporting(window_s=0.25, tensorboard=False, progress=False),
-        execution=dataclasses.replace(config.execution, compilation_cache=f"{folder}/programs"),
-        **changes,
-    )
-
-
 def _noise(
     trainer: Trainer, own: Config, folder: str, clock: Clock, end_s: float
 ) -> tuple[Window, int]:
@@ -316,7 +274,7 @@ def _noise(
 
     every = dataclasses.replace(own.statistics, every_steps=1)
     limits = dataclasses.replace(own.batch, max=own.batch.base, min_global=None, sizes=None)
-    trainer.config = _settings(own, folder, "noise", statistics=every, batch=limits)
+    trainer.config = short_run(own, folder, "noise", statistics=every, batch=limits)
     windows, _ = _windows(trainer, is_enough, clock)
     if not windows:
         raise RuntimeError(
@@ -395,7 +353,7 @@ def _time_one(
     statistics_ = dataclasses.replace(own.statistics, every_steps=None)
     limits = dataclasses.replace(own.batch, base=size, max=size, min_global=None, sizes=None)
     length = {"base_steps": float(LONG)} if own.epochs is None else {"epochs": LONG}
-    trainer.config = _settings(
+    trainer.config = short_run(
         own, folder, f"batch-{size}", statistics=statistics_, batch=limits, **length
     )
     windows, is_ended_by_data = _windows(trainer, is_enough, clock)

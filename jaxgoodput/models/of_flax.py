@@ -15,7 +15,6 @@ other than "fsdp" and "tensor" are logical; `axes` maps them to mesh axes.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
@@ -27,23 +26,12 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from jaxgoodput.engine.state import SownState, Variables
+from jaxgoodput.models.functions import Model
 from jaxgoodput.parallel.partition import path_name
 from jaxgoodput.parallel.strategy import MODEL_AXES
 
 Axes = Mapping[str, str | None]  # logical name -> "fsdp", "tensor" or None
 Specs = tuple[tuple[str, PartitionSpec], ...]
-
-
-@dataclass(frozen=True)
-class Model:
-    """A flax model as three pure functions of parameters and mutable state."""
-
-    init: Callable[..., Variables]
-    """`(key, *inputs) -> Variables`."""
-    train: Callable[..., tuple[Any, PyTree]]
-    """`(params, model_state, key, *inputs) -> (output, model_state)`."""
-    predict: Callable[..., Any]
-    """`(params, model_state, *inputs) -> output`."""
 
 
 def from_linen(

@@ -1,0 +1,1 @@
+"""Models of other libraries as pure functions, for use in a `Trainer`."""
