@@ -15,9 +15,6 @@ from jaxgoodput.engine.state import Loss as Loss
 from jaxgoodput.engine.state import TrainState as TrainState
 from jaxgoodput.engine.state import Variables as Variables
 from jaxgoodput.engine.step import Problem as Problem
-from jaxgoodput.models.of_equinox import from_equinox as from_equinox
-from jaxgoodput.models.of_flax import from_linen as from_linen
-from jaxgoodput.models.of_flax import from_nnx as from_nnx
 from jaxgoodput.goodput.efficiency import GradGroups as GradGroups
 from jaxgoodput.goodput.efficiency import GradParams as GradParams
 from jaxgoodput.goodput.efficiency import noise_scale as noise_scale
@@ -33,6 +30,9 @@ from jaxgoodput.goodput.search import BatchLimits as BatchLimits
 from jaxgoodput.goodput.search import best_batch as best_batch
 from jaxgoodput.goodput.search import goodput_table as goodput_table
 from jaxgoodput.launcher.worker import initialize as initialize
+from jaxgoodput.models.of_equinox import from_equinox as from_equinox
+from jaxgoodput.models.of_flax import from_linen as from_linen
+from jaxgoodput.models.of_flax import from_nnx as from_nnx
 from jaxgoodput.observe import events as events
 from jaxgoodput.observe import trackers as trackers
 from jaxgoodput.observe.hooks import Every as Every

@@ -13,8 +13,8 @@ from problems import WIDTH, InStep, Mean, Recorder, config, rows
 
 from jaxgoodput.data.cursor import Cursor, take
 from jaxgoodput.engine.state import Loss
-from jaxgoodput.flax_models import from_linen
 from jaxgoodput.goodput.search import BatchLimits
+from jaxgoodput.models.of_flax import from_linen
 from jaxgoodput.observe.events import FitEnd, StepEnd
 from jaxgoodput.parallel.pipeline import pipeline
 from jaxgoodput.parallel.strategy import Strategy

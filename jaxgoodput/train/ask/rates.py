@@ -98,7 +98,9 @@ class RateSearch:
             lines.append(
                 "The optimizer's own learning rate changes within these steps. Try with a constant one."
             )
-        return "\n".join([*lines, "It is one short run: a place to begin a search, not its result."])
+        return "\n".join(
+            [*lines, "It is one short run: a place to begin a search, not its result."]
+        )
 
     def _named(self, factor: float) -> str:
         if self.base_rate is not None and not self.changes:
