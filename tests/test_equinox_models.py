@@ -128,7 +128,7 @@ def test_it_trains_on_two_devices_is_saved_and_restored(tmp_path, make):
     trainer.hooks = (type("Seen", (), {"on_step_end": lambda _, e: losses.append(e.loss)})(),)
     state = trainer.fit()
     assert np.mean(losses[-10:]) < 0.7 * np.mean(losses[:10])
-    params, model_state = load(tmp_path)
+    params, model_state = load(str(tmp_path))
     saved = [*jax.tree.leaves(params), *jax.tree.leaves(model_state)]
     now = [*jax.tree.leaves(state.params), *jax.tree.leaves(state.model_state)]
     for a, b in zip(saved, now, strict=True):

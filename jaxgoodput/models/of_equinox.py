@@ -16,7 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 from jaxtyping import Array, PyTree
 
 from jaxgoodput.engine.state import Variables
@@ -97,11 +99,13 @@ def from_equinox(make: Callable[[Array], Any], *, axis_name: str = "batch") -> M
         leaves = [numbered[str(i)] for i in range(len(numbered))]
         return jax.tree.unflatten(jax.tree.structure(blank_state), leaves)
 
+    @_without_mesh
     def train(params: PyTree, model_state: PyTree, key: Array, *inputs: Any) -> tuple[Any, PyTree]:
         model = build(params, model_state)
         out, state = call(model, state_of(model_state), key, inputs)
         return out, {**model_state, "state": _numbered(state)} if has_state else model_state
 
+    @_without_mesh
     def predict(params: PyTree, model_state: PyTree, *inputs: Any) -> Any:
         model = eqx.nn.inference_mode(build(params, model_state))
         return call(model, state_of(model_state), None, inputs)[0]
@@ -114,6 +118,29 @@ def _equinox() -> Any:
         return importlib.import_module("equinox")
     except ImportError as error:
         raise ImportError(f"{error}. from_equinox needs it: pip install equinox.") from error
+
+
+def _without_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace a function without a mesh.
+
+    A `State` refuses values of another type, and the mesh of a value is a part of its type. Inside of a
+    sharded program, the state has one, and a constant that a layer writes there has none.
+    """
+
+    def traced(*arguments: Any) -> Any:
+        leaves, structure = jax.tree.flatten(arguments)
+        outlines = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            program, shapes = jax.make_jaxpr(
+                lambda *flat: function(*jax.tree.unflatten(structure, flat)), return_shape=True
+            )(*outlines)
+        out = jax.extend.core.jaxpr_as_fun(program)(*leaves)
+        # Constants are plain numbers in there.
+        whole = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in out]
+        typed = [x.astype(y.dtype) for x, y in zip(whole, jax.tree.leaves(shapes), strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(shapes), typed)
+
+    return traced
 
 
 def _is_array(leaf: Any) -> bool:

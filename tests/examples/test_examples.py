@@ -23,6 +23,7 @@ WITH_DOCSTRINGS = (
     "lora",
     "early_stopping",
     "gan",
+    "ppo",
 )
 
 
@@ -88,6 +89,13 @@ def test_two_networks_in_turns_find_most_of_the_data(tmp_path):
     text = output("gan.py", "--workdir", tmp_path / "run")
     found = re.search(r"(\d) of 8 Gaussians; ([0-9.]+) of the points", text)
     assert found is not None and int(found[1]) >= 6 and float(found[2]) > 0.5, text
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_player_learns_from_what_evaluations_play(tmp_path):
+    text = output("ppo.py", "--workdir", tmp_path / "run")
+    assert printed(text, "it stands for ") > 200
 
 
 @pytest.mark.slow
