@@ -43,7 +43,8 @@ def play(player, key, num_steps):
 def advantages(value, fell, *, discount=0.99, decay=0.95):
     """How much better each step went than its value said (Schulman et al. 2015), `[games, steps]`.
 
-    Every step is worth 0.01 until the pole falls, so that values are at most about 1. How the last step went is not known, and it gets 0.
+    Every step is worth 0.01 until the pole falls, so that values are at most about 1. How the last step went
+    is not known, and it gets 0.
     """
     found = np.zeros_like(value)
     for t in reversed(range(value.shape[1] - 1)):
