@@ -73,5 +73,6 @@ def test_the_slots_of_all_processes_hold_the_same_rows(out):
             for one, other in zip(found[0], others, strict=True):
                 assert other["total"] == one["total"]
         moved = np.array([[x["moved"] for x in lines] for lines in found])
-        # Every process had rows of its own in RAM and on the disk.
-        assert (moved.max(axis=1) > 0).all()
+        # Every process had rows of its own on the disk and, in the longer of the two runs, in RAM.
+        in_ram, on_disk = moved.max(axis=1).T
+        assert (on_disk > 0).all() and (count == 2 or (in_ram > 0).all())
