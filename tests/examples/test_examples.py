@@ -188,6 +188,7 @@ def test_hot_switch_opens_with_its_command_lines_and_states_results():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_hot_switch_computes_the_same_updates_in_four_ways():
     small = ["--documents=8", "--updates=2", "--longest=64", "--dim=32"]
     text = run_hot_switch(*small, "--num_groups=2")
@@ -250,6 +251,7 @@ def test_functions_are_whole_unless_cut_off_and_of_very_different_lengths(corpor
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_tiered_recommender_that_is_called_again_goes_on_as_if_it_had_not_stopped(tmp_path):
     def call(name, base_steps):
         sets = ["reporting.tensorboard=false", "reporting.progress=false", 'policy="fixed"']

@@ -205,7 +205,7 @@ SHAPES = st.one_of(
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     names=st.tuples(*[st.sampled_from(sorted(UNITS))] * 3).filter(lambda x: len(set(x)) > 1),
     shapes=st.tuples(SHAPES, st.tuples(st.integers(1, 500)), SHAPES),

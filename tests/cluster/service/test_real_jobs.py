@@ -13,6 +13,7 @@ def sizes(service, *names):
     return [service.job(name).num_devices for name in names]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_three_jobs_make_room_for_a_fourth_and_grow_when_one_ends(tmp_path):
     with services.Service(tmp_path / "service", *OPTIONS) as service:
