@@ -25,7 +25,7 @@ def moved(x, action):
 
 
 def play(player, key, num_steps):
-    """What happens in so many steps, of which `player(x)` tells log-probabilities of actions and the value.
+    """Play `num_steps` steps; `player(x)` returns log-probabilities of the actions, and the value.
 
     A game that ended begins anew. Returns arrays `[num_steps, ...]` by name. JAX can trace it.
     """
@@ -64,7 +64,8 @@ def lesson(games):
 
 def batches(newest, num_samples):
     """Batches of a shuffled lesson, and of the next one, without end; `newest()` returns a lesson."""
+    rng = np.random.default_rng(0)
     while True:
         rows = newest()
-        order = np.random.permutation(len(rows["gain"])).reshape(-1, num_samples)
+        order = rng.permutation(len(rows["gain"])).reshape(-1, num_samples)
         yield from ({name: x[part] for name, x in rows.items()} for part in order)

@@ -1,6 +1,6 @@
 """python examples/ppo.py --workdir /tmp/ppo
 
-PPO, with pole.py: evaluations play, training uses what they played. Expect more than 200 of 256 steps.
+PPO, with pole.py: evaluations play, training uses what they played. Expect more than 200 of 257 steps.
 """
 
 import flax.linen as nn
@@ -12,7 +12,7 @@ from absl import app, flags
 
 import jaxgoodput as jg
 
-GAMES, STEPS, PASSES, ROUNDS = 32, 256, 4, 30  # passes over a round of games before the next one
+GAMES, STEPS, PASSES, ROUNDS = 32, 257, 4, 30  # passes over a round of games before the next one
 NET = nn.Sequential([nn.Dense(64), nn.tanh, nn.Dense(64), nn.tanh, nn.Dense(3), pole.heads])
 
 
@@ -43,7 +43,7 @@ class Ppo(jg.Trainer):
         return {"stood": np.where(fell.any(axis=1), fell.argmax(axis=1), STEPS).mean()}
 
     def dataset(self):
-        made = self.init(jax.random.key(1))  # who plays before the first update
+        made = self.init(jax.random.key(1))  # plays before the first evaluation of a run
         self.summarize(self.metrics_with_state(made.params, made.model_state, self.eval_dataset()))
         return jg.stream(pole.batches(lambda: self.newest, STEPS - 1), batched=True, live=True)
 

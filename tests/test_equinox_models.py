@@ -1,5 +1,7 @@
 """Equinox models as pure functions do what the modules themselves do, and train in a `Trainer`."""
 
+import dataclasses
+import subprocess
 import sys
 
 import equinox as eqx
@@ -17,7 +19,7 @@ FEATURES = 6
 
 
 class Plain(eqx.Module):
-    """No state, no key; a NumPy constant, an integer array and a function among its fields."""
+    """No state, no key; an array of NumPy, an integer array and a function among its fields."""
 
     layers: list
     table: jax.Array
@@ -67,6 +69,7 @@ def test_a_model_computes_what_it_computes_by_itself(key, x):
     model = from_equinox(Plain)
     made = model.init(key)
     assert isinstance(made, Variables) and set(made.params["layers"]) == {str(i) for i in range(11)}
+    assert "shift" in made.params  # as for eqx.filter_grad
     assert jax.tree.map(jnp.shape, made.model_state) == {"arrays": {"table": (FEATURES,)}}
     expected = jax.vmap(Plain(key))(x)
     out, state = jax.jit(model.train)(made.params, made.model_state, key, x)
@@ -123,16 +126,33 @@ class Fitted(Trainer):
 @pytest.mark.parametrize("make", [lambda: from_equinox(Plain), normed], ids=["plain", "state"])
 def test_it_trains_on_two_devices_is_saved_and_restored(tmp_path, make):
     losses = []
-    settings = config(tmp_path, base_steps=60.0)
+    settings = config(tmp_path / "one", base_steps=60.0)
     trainer = Fitted(settings, make())
     trainer.hooks = (type("Seen", (), {"on_step_end": lambda _, e: losses.append(e.loss)})(),)
-    state = trainer.fit()
+    trainer.fit()
     assert np.mean(losses[-10:]) < 0.7 * np.mean(losses[:10])
-    params, model_state = load(str(tmp_path))
-    saved = [*jax.tree.leaves(params), *jax.tree.leaves(model_state)]
-    now = [*jax.tree.leaves(state.params), *jax.tree.leaves(state.model_state)]
-    for a, b in zip(saved, now, strict=True):
-        np.testing.assert_array_equal(a, b)
+    longer = {"base_steps": 80.0}
+    resumed = Fitted(dataclasses.replace(settings, **longer), make()).fit()
+    whole = Fitted(config(tmp_path / "two", **longer), make()).fit()
+    for tree in ("params", "model_state"):
+        pairs = (jax.tree.leaves(getattr(state, tree)) for state in (resumed, whole))
+        for a, b in zip(*pairs, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    params, _ = load(str(tmp_path / "one"))
+    assert jax.tree.structure(params) == jax.tree.structure(resumed.params)
+
+
+def test_to_name_a_model_starts_no_device():
+    """A script names its model when it is imported, and joins its job later."""
+    text = """
+import jax
+jax.config.update("jax_platforms", "none")  # to start a device would be an error
+import equinox as eqx
+from jaxgoodput import from_equinox
+from_equinox(lambda key: eqx.nn.MLP(4, 2, 8, 1, key=key))
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_without_equinox_it_says_what_to_install(monkeypatch):

@@ -33,13 +33,16 @@ def from_equinox(make: Callable[[Array], Any], *, axis_name: str = "batch") -> M
         model = from_equinox(lambda key: eqx.nn.MLP(64, 10, 32, 2, key=key))
         model = from_equinox(lambda key: eqx.nn.make_with_state(Net)(key))
 
-    Floating arrays of the model are the parameters: nested dicts, by the names of their fields. Its other
-    arrays, and the `State` if `make` returns one beside the model, are the mutable state. Everything else,
-    such as activation functions, is taken from one call of `make` and must not depend on the key.
+    Floating arrays of the model, also NumPy's, are the parameters: nested dicts, by the names of their
+    fields. Its other arrays, and the `State` if `make` returns one beside the model, are the mutable state.
+    Everything else, such as activation functions, is taken from one call of `make` and must not depend on
+    the key.
 
-    Inputs of `train` and `predict` are `[batch, ...]`; the model sees one row at a time, `axis_name` is the
-    name of the batch axis for layers such as `eqx.nn.BatchNorm`, and a model whose call has a parameter `key`
-    gets a fresh one for every row. Predictions are made in inference mode, without a key.
+    Inputs of `train` and `predict` are `[batch, ...]`. The model is called with one row, as `model(*inputs)`,
+    or as `model(*inputs, state)` if it has a state, and then returns its output and the next state. If its
+    call names a parameter `key`, every row gets a key of its own in training and None in prediction, which
+    is made in inference mode. `axis_name` is the name of the batch axis, for layers such as
+    `eqx.nn.BatchNorm`.
     """
     eqx = _equinox()
 
@@ -48,7 +51,7 @@ def from_equinox(make: Callable[[Array], Any], *, axis_name: str = "batch") -> M
         has_state = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], eqx.nn.State)
         return made if has_state else (made, None)
 
-    blank, blank_state = parts(eqx.filter_eval_shape(make, jax.random.key(0)))
+    blank, blank_state = parts(eqx.filter_eval_shape(lambda: make(jax.random.key(0))))
     paths, structure = jax.tree_util.tree_flatten_with_path(blank)
     places = {_path(path): leaf for path, leaf in paths}
     has_state = blank_state is not None
@@ -123,8 +126,8 @@ def _equinox() -> Any:
 def _without_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
     """Trace a function without a mesh.
 
-    A `State` refuses values of another type, and the mesh of a value is a part of its type. Inside of a
-    sharded program, the state has one, and a constant that a layer writes there has none.
+    A `State` refuses values of another type. Inside of a sharded program, the type of the state names the
+    mesh, and that of a constant which a layer writes there does not.
     """
 
     def traced(*arguments: Any) -> Any:
@@ -144,7 +147,7 @@ def _without_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether a leaf of the model's outline stands for an array. NumPy arrays are constants for equinox."""
+    """Whether a leaf of the model's outline stands for an array."""
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 

@@ -52,7 +52,7 @@ def set_aside(trainer: Trainer) -> Iterator[None]:
 
 
 def short_run(config: Config, folder: str, name: str, **changes: Any) -> Config:
-    """Return the settings of a run that a hook ends, in a folder of that name, with a fixed batch."""
+    """Return the settings of a short run with a fixed batch, in a folder of that name."""
     return dataclasses.replace(
         config,
         workdir=f"{folder}/{name}",

@@ -9,11 +9,13 @@ import dataclasses
 import math
 import tempfile
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Float
+from jaxtyping import Array, Float
 from scipy.ndimage import gaussian_filter1d
 
 from jaxgoodput.observe.events import StepEnd
@@ -23,15 +25,17 @@ from jaxgoodput.train.control import Diverged
 from jaxgoodput.train.trainer import Trainer
 
 NUM_STEPS, LOWEST, HIGHEST = 200, 1e-4, 1e3
+FEWEST_STEPS = 40
 # Losses are averaged over so many steps (the deviation of a Gaussian), as a share of all steps.
 SMOOTHED = 1 / 40
 # The first steps, of which the rate is too low to change anything, tell how much the loss varies by itself.
 STILL = 0.1  # of the steps
-# Deviations of a smoothed loss by which it has to fall, so that it is not by chance.
+# Standard errors by which the loss has to fall or rise, so that it is not by chance. The lowest of some
+# seventeen averages that differ by chance alone is seldom below four.
 CERTAIN = 4.0
-FEWEST_STEPS = 40
-# Beyond this share of the rate with the lowest loss, a run that stays there would not be safe: the loss is
-# only so low because the rate has not been there for long.
+# The steepest fall is looked for between these shares of the whole fall: elsewhere slopes are noise.
+FALLING = (0.1, 0.9)
+# A rate at which the loss was lowest is too high for a run that stays there: it was not there for long.
 SAFE = 1 / 3
 
 
@@ -43,8 +47,12 @@ class RateSearch:
     """Multiples of the optimizer's own learning rate."""
     losses: Float[np.ndarray, " steps"]
     """Mean loss of each step's batch, smoothed."""
+    start: float
+    """Mean loss of the first steps, whose rate changed nothing."""
     spread: float
-    """Standard deviation of a smoothed loss, by chance."""
+    """Standard error of a difference between a smoothed loss and `start`."""
+    has_failed: bool = False
+    """Whether the step after the last one was not finite."""
     base_rate: float | None = None
     """The optimizer's own learning rate, if `Trainer.learning_rate` tells it."""
     changes: bool = False
@@ -58,7 +66,23 @@ class RateSearch:
     @property
     def is_known(self) -> bool:
         """Whether the loss fell by more than by chance."""
-        return float(self.losses[0] - self.losses[self.lowest]) > CERTAIN * self.spread
+        return float(self.start - self.losses[self.lowest]) > CERTAIN * self.spread
+
+    @property
+    def has_turned(self) -> bool:
+        """Whether the loss rose again, or was not finite, so that the highest rate is known too."""
+        risen = float(self.losses[-1] - self.losses[self.lowest])
+        return self.has_failed or risen > CERTAIN * self.spread
+
+    @property
+    def _steepest(self) -> float:
+        """The factor at which the loss fell fastest."""
+        end = self.lowest + 1
+        done = (self.start - self.losses[:end]) / (self.start - self.losses[self.lowest])
+        is_falling = (done >= FALLING[0]) & (done <= FALLING[1])
+        slopes = np.gradient(self.losses)[:end]
+        at = np.argmin(np.where(is_falling, slopes, np.inf)) if is_falling.any() else self.lowest
+        return float(self.factors[at])
 
     @property
     def factor(self) -> float:
@@ -68,31 +92,27 @@ class RateSearch:
         """
         if not self.is_known:
             return math.nan
-        slopes = np.diff(self.losses[: self.lowest + 1])
-        steepest = self.factors[int(np.argmin(slopes))]
-        return float(min(steepest, SAFE * self.factors[self.lowest]))
-
-    @property
-    def has_turned(self) -> bool:
-        """Whether the loss rose again, so that the highest rate is known too."""
-        return float(self.losses[-1] - self.losses[self.lowest]) > CERTAIN * self.spread
+        return min(self._steepest, float(SAFE * self.factors[self.lowest]))
 
     def answer(self) -> str:
         """Return what was found, as a few lines for people."""
         if not self.is_known:
             return (
-                f"Not known: the loss did not fall in {len(self.losses)} steps, at any learning rate up to "
-                f"{self._named(self.factors[-1])}. Take more steps (num_steps), or look at the loss."
+                f"Not known: the loss did not clearly fall in {len(self.losses)} steps, at any learning rate "
+                f"up to {self._named(self.factors[-1])}. Take more steps (num_steps), or look at the loss."
             )
-        first, best = self.losses[0], self.losses[self.lowest]
+        where = "where it fell fastest while the rate grew"
+        if self.factor < self._steepest:
+            where = "a third of the rate at which it was lowest"
+        fell = f"The loss fell from {self.start:.4g} to {self.losses[self.lowest]:.4g}, "
         highest = self._named(self.factors[self.lowest])
+        if self.has_turned:
+            fell += f"and was lowest at {highest}."
+        else:
+            fell += f"and still falls at {highest}: a higher rate may do, too."
         lines = [
-            f"Begin with a learning rate of about {self._named(self.factor)}: there the loss fell fastest "
-            "while the rate grew.",
-            f"The loss fell from {first:.4g} to {best:.4g}, and was lowest at {highest}."
-            if self.has_turned
-            else f"The loss fell from {first:.4g} to {best:.4g}, and still falls at {highest}: a higher rate "
-            "may do, too.",
+            f"Begin with a learning rate of about {self._named(self.factor)}: {where}.",
+            fell,
         ]
         if self.changes:
             lines.append(
@@ -121,8 +141,9 @@ def find_learning_rate(
     grows beyond its start. It trains with the base batch in a temporary folder: the trainer's own workdir is
     not touched, hooks are not called, and nothing is evaluated. The answer in words is `answer()`.
 
-    Raises what `Trainer.fit` raises; ValueError for fewer than 40 steps or an empty range; RuntimeError in a
-    job of several processes, with tables or live data, or if the data end before.
+    Raises what `Trainer.fit` raises; ValueError for fewer than 40 steps, an empty range, or a schedule-free
+    optimizer, which moves parameters of its own; RuntimeError in a job of several processes, with tables or
+    live data, or if the data end before, or the loss is not finite from the beginning.
     """
     if num_steps < FEWEST_STEPS or not 0 < lowest < highest < math.inf:
         raise ValueError(
@@ -130,12 +151,11 @@ def find_learning_rate(
             f"{FEWEST_STEPS} steps are needed, and 0 < lowest < highest."
         )
     require_alone(trainer, "find_learning_rate")
-    own = trainer.config
-    factors = np.geomspace(lowest, highest, num_steps)
+    own, ratio = trainer.config, (highest / lowest) ** (1 / (num_steps - 1))
     with set_aside(trainer), tempfile.TemporaryDirectory(prefix="jaxgoodput-rate-") as folder:
         source, tx = repeatable(trainer.dataset(), "find_learning_rate"), trainer.optimizer()
         trainer.dataset = lambda: source
-        trainer.optimizer = lambda: optax.chain(tx, _growing(factors))
+        trainer.optimizer = lambda: _growing(tx, lowest, ratio)
         trainer.config = short_run(
             own,
             folder,
@@ -150,41 +170,77 @@ def find_learning_rate(
         try:
             trainer.fit()
         except Diverged:
-            pass  # the rate has become too high, as it was to be
-    losses = np.array(watch.losses)
-    if len(losses) < num_steps and not watch.has_ended:
-        raise RuntimeError(
-            f"the data ended after {len(losses)} of {num_steps} steps of {own.batch.base:,} samples. Let "
-            "them repeat, or take fewer steps (num_steps)."
-        )
-    rates = [trainer.learning_rate(at) for at in (0.0, len(losses) / 2, float(len(losses)))]
+            if not watch.has_ended:  # not because of the rate
+                raise
+    _require_enough(watch, own.batch.base, lowest)
+    losses, steps = np.array(watch.losses), np.array(watch.progress)
+    rates = [trainer.learning_rate(at) for at in (0.0, steps[-1] / 2, steps[-1])]
     known = [float(rate) for rate in rates if rate is not None]
-    return RateSearch(
-        factors=factors[: len(losses)],
-        losses=_smoothed(losses, num_steps),
-        spread=_spread(losses, num_steps),
+    return searched(
+        lowest * ratio ** np.floor(steps),
+        losses,
+        num_steps,
+        has_failed=watch.has_failed,
         base_rate=known[0] if known else None,
-        changes=len(known) > 1 and not np.allclose(known, known[0]),
+        changes=len(known) > 1 and not np.allclose(known, known[0], rtol=0.1, atol=0.0),
     )
 
 
-def _growing(factors: Float[np.ndarray, " steps"]) -> optax.GradientTransformation:
-    """Multiply the n-th update by the n-th factor, and later ones by the last."""
-    ratio, last = factors[1] / factors[0], len(factors) - 1
-    return optax.scale_by_schedule(
-        lambda step: jnp.asarray(factors[0] * ratio ** jnp.minimum(step, last), jnp.float32)
+def searched(
+    factors: Float[np.ndarray, " n"], losses: Float[np.ndarray, " n"], num_steps: int, **more: Any
+) -> RateSearch:
+    """Return what the losses of steps say, of a search of `num_steps` steps that may have ended before."""
+    num_still = _num_still(num_steps)
+    still = losses[:num_still]
+    # A Gaussian filter of deviation s averages 2 s sqrt(pi) values.
+    averaged = 2 * SMOOTHED * num_steps * math.sqrt(math.pi)
+    spread = float(np.std(still, ddof=1)) * math.sqrt(1 / num_still + 1 / averaged)
+    return RateSearch(
+        factors=factors,
+        losses=_smoothed(losses, num_steps),
+        start=float(still.mean()),
+        spread=spread,
+        **more,
     )
+
+
+def _growing(tx: Any, lowest: float, ratio: float) -> Any:
+    """Multiply every update by a factor that grows; what is no optimizer is refused later, by `fit`."""
+    if not isinstance(tx, optax.GradientTransformation):
+        return tx
+
+    inner = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> Any:
+        state = tx.init(params)
+        if any(map(_is_schedule_free, jax.tree.leaves(state, is_leaf=_is_schedule_free))):
+            raise ValueError(
+                "optimizer() is schedule-free: it keeps and moves parameters of its own, whose rate cannot "
+                "be seen from outside. Find the rate of the optimizer that it wraps."
+            )
+        return state
+
+    def factor(step: Array) -> Array:
+        return jnp.asarray(lowest * ratio ** jnp.asarray(step, jnp.float32), jnp.float32)
+
+    outer = optax.scale_by_schedule(factor)
+    return optax.chain(optax.GradientTransformationExtraArgs(init, inner.update), outer)
+
+
+def _is_schedule_free(node: Any) -> bool:
+    return isinstance(node, optax.contrib.ScheduleFreeState)
+
+
+def _num_still(num_steps: int) -> int:
+    return max(4, int(STILL * num_steps))
 
 
 def _smoothed(losses: Float[np.ndarray, " n"], num_steps: int) -> Float[np.ndarray, " n"]:
-    return gaussian_filter1d(losses, SMOOTHED * num_steps, mode="nearest")
-
-
-def _spread(losses: Float[np.ndarray, " n"], num_steps: int) -> float:
-    """Return the standard deviation of a smoothed loss, from the first steps."""
-    still = losses[: max(3, int(STILL * num_steps))]
-    # A Gaussian filter of deviation s averages 2 s sqrt(pi) values.
-    return float(np.std(still, ddof=1) / math.sqrt(2 * SMOOTHED * num_steps * math.sqrt(math.pi)))
+    """Average losses over steps; one that explodes does not lift those before it by more than they fell."""
+    still = losses[: _num_still(num_steps)]
+    start, by_chance = float(still.mean()), CERTAIN * float(np.std(still, ddof=1))
+    top = start + max(start - float(losses.min()), by_chance)
+    return gaussian_filter1d(np.minimum(losses, top), SMOOTHED * num_steps, mode="reflect")
 
 
 class _Watch(Hook):
@@ -192,25 +248,51 @@ class _Watch(Hook):
 
     def __init__(self, trainer: Trainer, num_steps: int):
         self.losses: list[float] = []
+        self.progress: list[float] = []
+        """Base steps done before each."""
         self.has_ended = False
-        self._trainer, self._num_steps = trainer, num_steps
-        self._num_still = max(3, int(STILL * num_steps))
+        """Whether the loss has grown, or was not finite."""
+        self.has_failed = False
+        """Whether it was not finite."""
+        self._trainer, self.num_steps = trainer, num_steps
+        self.done = 0.0
+        """Base steps done."""
 
     def on_step_end(self, event: StepEnd, /) -> None:
         """Record the loss, until the run is to end."""
-        if self.has_ended:
+        if self.has_ended or event.metrics["weight"] == 0:
             return
         if event.finite and math.isfinite(event.loss):
             self.losses.append(event.loss)
-        if not event.finite or self._has_risen():
+            self.progress.append(self.done)
+            self.done = event.progress
+        else:
+            self.has_failed = True
+        if self.has_failed or self._has_risen():
             self.has_ended = True
             self._trainer.finish()
 
     def _has_risen(self) -> bool:
         """Whether the loss is as far above its beginning as it ever was below, and not by chance."""
-        if len(self.losses) <= 2 * self._num_still:
+        num_still = _num_still(self.num_steps)
+        if len(self.losses) < 2 * num_still:
             return False
-        losses = np.array(self.losses)
-        smooth = _smoothed(losses, self._num_steps)
-        by_chance = CERTAIN * float(np.std(losses[: self._num_still], ddof=1))
-        return float(smooth[-1] - smooth[0]) > max(float(smooth[0] - smooth.min()), by_chance)
+        still, losses = self.losses[:num_still], _smoothed(np.array(self.losses), self.num_steps)
+        start, by_chance = float(np.mean(still)), CERTAIN * float(np.std(still, ddof=1))
+        recent = float(np.mean(self.losses[-max(1, num_still // 4) :]))
+        return recent - start > max(start - float(losses.min()), by_chance)
+
+
+def _require_enough(watch: _Watch, base: int, lowest: float) -> None:
+    """Raise RuntimeError if the run ended too early for an answer."""
+    num_losses = len(watch.losses)
+    if watch.has_failed and num_losses < 2 * _num_still(watch.num_steps):
+        raise RuntimeError(
+            f"step {num_losses + 1} was not finite, at a learning rate of about {lowest:g} times the "
+            "optimizer's own. Look at the loss, or begin with a lower one (lowest)."
+        )
+    if not watch.has_ended and watch.done < watch.num_steps - 0.5:
+        raise RuntimeError(
+            f"the data ended after {num_losses} of {watch.num_steps} steps of {base:,} samples. Let them "
+            "repeat, or take fewer steps (num_steps)."
+        )

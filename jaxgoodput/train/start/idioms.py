@@ -39,9 +39,10 @@ ERRORS: tuple[tuple[str, str, str], ...] = (
     (
         "NameError",
         r"unbound axis name: (?P<name>\w+)",
-        "The axis {name!r} is one of pmap, shard_map or vmap. Take axis_name= out of the model, and "
-        "lax.pmean, psum and all_gather over it out of the loss: gradients, losses and the model state are "
-        "averaged over replicas by the run. For statistics over the micro-batch of all replicas, as of a "
+        "The axis {name!r} is one of pmap, shard_map or vmap. Take axis_name= out of the model (of "
+        "equinox: from_equinox(axis_name={name!r})), and lax.pmean, psum and all_gather over it out of the "
+        "loss: gradients, losses and the model state are averaged over replicas by the run. For statistics "
+        "over the micro-batch of all replicas, as of a "
         'synchronised BatchNorm, set Config.loss="global", in a job whose processes do not come and go.',
     ),
     (
