@@ -59,7 +59,7 @@ def test_noise_alone_is_seldom_taken_for_a_fall():
 def test_one_loss_that_explodes_does_not_hide_the_fall_before(last):
     losses = [*falling(20.0, turn=1000)[:130], last]
     one = found(losses)
-    assert one.is_known and one.lowest >= 120 and one.losses[-10] < -15
+    assert one.is_known and one.lowest >= 105 and one.losses[-12] < -15
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_one_loss_that_explodes_does_not_hide_the_fall_before(last):
         ),
         (
             found(np.abs(np.arange(200.0) - 100), base_rate=0.1),
-            "Begin with a learning rate of about 0.01",
+            "and was lowest at 0.033. It is one short run",
         ),
         (
             found(np.abs(np.arange(200.0) - 100), base_rate=0.1, changes=True),
