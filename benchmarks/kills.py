@@ -1,6 +1,7 @@
 """Checks exactly-once: a job that is killed again and again applies every sample of an epoch once.
 
     python benchmarks/kills.py --kills 60
+    python benchmarks/kills.py --kills 10 --data batches   # a loader in place of samples that have numbers
 
 `jaxgoodput run` starts 1 to 3 processes of 1 to 4 devices together. SIGKILL ends the job, one process of
 it, or the launcher, in a phase that is drawn: starting, compiling, stepping, while a checkpoint is
@@ -9,6 +10,11 @@ anew. Two witnesses are printed. The log: a hook writes what each finished step 
 step s undoes the lines beyond s; what remains is counted. The device: an optimizer that adds one to the
 entry of every sample that it is given, in state that is checkpointed like any other. The exit code is 1
 where a witness disagrees.
+
+`--data` names what the samples come from: `samples` by their number (the default); `iterator`, which has no
+state, so that a restart skips what was used; `stateful`, an iterator whose state is saved; or `batches`, a
+loader of batches of 7 samples, shuffled by pass, without a state. Of the last three the log counts places in
+the stream, and the device still counts samples.
 """
 
 import argparse
@@ -33,6 +39,7 @@ import numpy as np
 import optax
 
 from jaxgoodput.data.cursor import Cursor, take
+from jaxgoodput.data.streams import stream
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.parallel.strategy import Strategy
@@ -72,6 +79,46 @@ class Slowly:
         return {"id": np.int32(index), "x": self._rows[index]}
 
 
+class Stateful:
+    """An iterator over all samples of all passes, whose state is its place."""
+
+    def __init__(self, samples: Slowly):
+        self._samples, self._place = samples, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self._place == EPOCHS * len(self._samples):
+            raise StopIteration
+        self._place += 1
+        return self._samples[(self._place - 1) % len(self._samples)]
+
+    def get_state(self) -> int:
+        return self._place
+
+    def set_state(self, state: int) -> None:
+        self._place = state
+
+
+def data_of(kind: str, samples: Slowly) -> Any:
+    """The data of a run, from samples that have numbers."""
+
+    def shuffled(number: int):
+        order = np.random.default_rng(number).permutation(len(samples))
+        for first in range(0, len(order), 7):
+            rows = [samples[i] for i in order[first : first + 7]]
+            yield jax.tree.map(lambda *parts: np.stack(parts), *rows)
+
+    if kind == "iterator":
+        return stream(lambda number: (samples[i] for i in range(len(samples))), passes=EPOCHS)
+    if kind == "stateful":
+        return Stateful(samples)
+    if kind == "batches":
+        return stream(shuffled, batched=True, passes=EPOCHS)
+    return samples
+
+
 def add_times_seen() -> optax.GradientTransformation:
     """Adds to every entry how often its sample was in the batch: its share over the smallest."""
 
@@ -88,9 +135,9 @@ def add_times_seen() -> optax.GradientTransformation:
 class Counting(Trainer):
     """Learns to repeat its samples, and counts on the device how often each was applied."""
 
-    def __init__(self, config: Config, num_samples: int, mark, **options):
+    def __init__(self, config: Config, num_samples: int, data: str, mark, **options):
         super().__init__(config, **options)
-        self.num_samples = num_samples
+        self.num_samples, self.data = num_samples, data
         self.mark = mark
 
     def init(self, key):
@@ -113,7 +160,8 @@ class Counting(Trainer):
         return optax.multi_transform(parts, {"up": "model", "down": "model", "count": "count"})
 
     def dataset(self):
-        return Slowly(self.num_samples, pathlib.Path(self.config.workdir) / "hurry")
+        samples = Slowly(self.num_samples, pathlib.Path(self.config.workdir) / "hurry")
+        return data_of(self.data, samples)
 
 
 class Log:
@@ -161,7 +209,7 @@ def train(workdir: pathlib.Path, num_samples: int, args: argparse.Namespace) -> 
     config = Config(
         workdir=str(workdir),
         batch=BatchLimits(base=24, max=48),
-        epochs=EPOCHS,
+        **({"epochs": EPOCHS} if args.data == "samples" else {"base_steps": 1e6}),
         rule=rules.none,  # a gain would multiply the counts
         strategies=cut if num_devices > 1 else (),
         tuning=Tuning(accumulate=False, warm_up_steps=10**9),
@@ -170,7 +218,7 @@ def train(workdir: pathlib.Path, num_samples: int, args: argparse.Namespace) -> 
         reporting=Reporting(tensorboard=False, progress=False),
     )
     log = Log(workdir / "applied.jsonl", mark, random.Random(args.seed))
-    trainer = log.trainer = Counting(config, num_samples, mark, hooks=[log])
+    trainer = log.trainer = Counting(config, num_samples, args.data, mark, hooks=[log])
     state = trainer.fit()
     if jax.process_index() == 0:
         counts = np.asarray(state.params["count"])
@@ -212,6 +260,17 @@ def times_applied(applied: Iterable[dict], num_samples: int) -> Counter:
             indices, after = take(cursor, num_samples, count)
             seen.update((cursor.epoch, int(index)) for index in indices)
             cursor, left = after, left - count
+    return seen
+
+
+def places_applied(applied: Iterable[dict], num_samples: int) -> Counter:
+    """(pass, place) -> how often the steps applied what a stream gave there."""
+    seen: Counter = Counter()
+    for line in applied:
+        first = line["before"]["offset"]
+        seen.update(
+            divmod(place, num_samples) for place in range(first, first + line["num_samples"])
+        )
     return seen
 
 
@@ -338,7 +397,7 @@ def kill_until_done(workdir: pathlib.Path, args: argparse.Namespace) -> list[tup
             str(num_devices),
         ]
         child = ["--child", str(workdir), "--kills", str(args.kills), "--seed", str(draw.random())]
-        child += ["--checkpoint-every-s", str(args.checkpoint_every_s)]
+        child += ["--checkpoint-every-s", str(args.checkpoint_every_s), "--data", args.data]
         child += ["--cold"] if draw.random() < 1 / 3 else []
         if len(killed) == args.kills:
             (workdir / "hurry").touch()
@@ -375,6 +434,8 @@ def main() -> int:
     parser.add_argument(
         "--startup-s", type=float, default=8.0, help="until about when a life counts as starting"
     )
+    kinds = ("samples", "iterator", "stateful", "batches")
+    parser.add_argument("--data", choices=kinds, default="samples")
     parser.add_argument("--child", type=pathlib.Path, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--cold", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -388,14 +449,16 @@ def main() -> int:
         killed = kill_until_done(workdir, args)
         lines = (workdir / "applied.jsonl").read_bytes().split(b"\n")
         applied, starts, undone = replay(lines)
-        log = tally(times_applied(applied, num_samples), num_samples)
+        times = times_applied if args.data == "samples" else places_applied
+        log = tally(times(applied, num_samples), num_samples)
         counts = np.asarray(json.loads((workdir / "device.json").read_text()))
 
     def told(values: Iterable) -> str:
         return " ".join(f"{name}:{n}" for name, n in sorted(Counter(values).items()))
 
     print(
-        f"{EPOCHS} epochs of {num_samples} samples, checkpoints every {args.checkpoint_every_s} s"
+        f"{EPOCHS} epochs of {num_samples} samples ({args.data}), checkpoints every "
+        f"{args.checkpoint_every_s} s"
     )
     worlds, phases, whom = [[row[i].replace(" ", "") for row in killed] for i in range(3)]
     moves = sum(a["strategy"] != b["strategy"] for a, b in zip(applied, applied[1:], strict=False))
