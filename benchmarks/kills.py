@@ -135,7 +135,7 @@ def add_times_seen() -> optax.GradientTransformation:
 class Counting(Trainer):
     """Learns to repeat its samples, and counts on the device how often each was applied."""
 
-    def __init__(self, config: Config, num_samples: int, data: str, mark, **options):
+    def __init__(self, config: Config, num_samples: int, mark, data: str = "samples", **options):
         super().__init__(config, **options)
         self.num_samples, self.data = num_samples, data
         self.mark = mark
@@ -209,7 +209,8 @@ def train(workdir: pathlib.Path, num_samples: int, args: argparse.Namespace) -> 
     config = Config(
         workdir=str(workdir),
         batch=BatchLimits(base=24, max=48),
-        **({"epochs": EPOCHS} if args.data == "samples" else {"base_steps": 1e6}),
+        epochs=EPOCHS if args.data == "samples" else None,
+        base_steps=None if args.data == "samples" else 1e6,  # a stream ends the run
         rule=rules.none,  # a gain would multiply the counts
         strategies=cut if num_devices > 1 else (),
         tuning=Tuning(accumulate=False, warm_up_steps=10**9),
@@ -218,7 +219,7 @@ def train(workdir: pathlib.Path, num_samples: int, args: argparse.Namespace) -> 
         reporting=Reporting(tensorboard=False, progress=False),
     )
     log = Log(workdir / "applied.jsonl", mark, random.Random(args.seed))
-    trainer = log.trainer = Counting(config, num_samples, args.data, mark, hooks=[log])
+    trainer = log.trainer = Counting(config, num_samples, mark, args.data, hooks=[log])
     state = trainer.fit()
     if jax.process_index() == 0:
         counts = np.asarray(state.params["count"])

@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -24,7 +25,7 @@ class Plain(eqx.Module):
     layers: list
     table: jax.Array
     shift: np.ndarray
-    activation: object
+    activation: Callable
 
     def __init__(self, key):
         keys = jax.random.split(key, 11)

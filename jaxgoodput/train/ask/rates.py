@@ -220,7 +220,7 @@ def _growing(tx: Any, lowest: float, ratio: float) -> Any:
             )
         return state
 
-    def factor(step: Array) -> Array:
+    def factor(step: Any) -> Array:
         return jnp.asarray(lowest * ratio ** jnp.asarray(step, jnp.float32), jnp.float32)
 
     outer = optax.scale_by_schedule(factor)
