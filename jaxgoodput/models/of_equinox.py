@@ -55,7 +55,6 @@ def from_equinox(make: Callable[[Array], Any], *, axis_name: str = "batch") -> M
     paths, structure = jax.tree_util.tree_flatten_with_path(blank)
     places = {_path(path): leaf for path, leaf in paths}
     has_state = blank_state is not None
-    is_keyed = "key" in inspect.signature(type(blank).__call__).parameters
 
     def init(key: Array, *inputs: Any) -> Variables:
         del inputs  # an equinox model already has its shapes
@@ -81,20 +80,6 @@ def from_equinox(make: Callable[[Array], Any], *, axis_name: str = "batch") -> M
             leaves.append(leaf)
         return jax.tree.unflatten(structure, leaves)
 
-    def call(model: Any, state: Any, key: Array | None, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
-        """Return the outputs of every row, and the state after them."""
-        size = len(jax.tree.leaves(inputs)[0])
-        keys = None if key is None else jax.random.split(key, size)
-
-        def of_one(key: Array | None, *rows: Any) -> tuple[Any, Any]:
-            more = {"key": key} if is_keyed else {}
-            return model(*rows, state, **more) if has_state else (model(*rows, **more), None)
-
-        over = (None if keys is None else 0, *(0 for _ in inputs))
-        return jax.vmap(of_one, in_axes=over, out_axes=(0, None), axis_name=axis_name)(
-            keys, *inputs
-        )
-
     def state_of(model_state: PyTree) -> Any:
         if not has_state:
             return None
@@ -105,15 +90,30 @@ def from_equinox(make: Callable[[Array], Any], *, axis_name: str = "batch") -> M
     @_without_mesh
     def train(params: PyTree, model_state: PyTree, key: Array, *inputs: Any) -> tuple[Any, PyTree]:
         model = build(params, model_state)
-        out, state = call(model, state_of(model_state), key, inputs)
+        out, state = _of_rows(model, state_of(model_state), key, inputs, axis_name)
         return out, {**model_state, "state": _numbered(state)} if has_state else model_state
 
     @_without_mesh
     def predict(params: PyTree, model_state: PyTree, *inputs: Any) -> Any:
         model = eqx.nn.inference_mode(build(params, model_state))
-        return call(model, state_of(model_state), None, inputs)[0]
+        return _of_rows(model, state_of(model_state), None, inputs, axis_name)[0]
 
     return Model(init=init, train=train, predict=predict)
+
+
+def _of_rows(
+    model: Any, state: Any, key: Array | None, inputs: tuple[Any, ...], axis_name: str
+) -> tuple[Any, Any]:
+    """Return the outputs of a model for every row, and its state after them, None if it has none."""
+    is_keyed = "key" in inspect.signature(type(model).__call__).parameters
+    keys = None if key is None else jax.random.split(key, len(jax.tree.leaves(inputs)[0]))
+
+    def of_one(key: Array | None, *rows: Any) -> tuple[Any, Any]:
+        more = {"key": key} if is_keyed else {}
+        return (model(*rows, **more), None) if state is None else model(*rows, state, **more)
+
+    over = (None if keys is None else 0, *(0 for _ in inputs))
+    return jax.vmap(of_one, in_axes=over, out_axes=(0, None), axis_name=axis_name)(keys, *inputs)
 
 
 def _equinox() -> Any:
