@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import random
-import time
 
 import numpy as np
 import pytest
@@ -213,12 +212,6 @@ def churn(cluster: ClusterSpec, count: int, rounds: int, seed: int):
 
 def test_at_least_95_of_100_jobs_that_keep_their_shape_keep_their_devices():
     assert churn(even(8), 40, 60, seed=0) >= 0.95
-
-
-def test_placing_64_devices_takes_milliseconds():
-    begun = time.process_time()
-    churn(even(8), 40, 60, seed=2)  # with the checks of the test itself
-    assert (time.process_time() - begun) / 60 < 0.05
 
 
 def test_the_greedy_way_also_places_everything(monkeypatch):
