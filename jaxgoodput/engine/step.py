@@ -618,7 +618,8 @@ def update(
     share = 1.0 / weight
     changed = _with_added(problem, state.model_state, total)
     about = {"global_batch_size": total.samples, "noise": sample}
-    about["decided"] = decided = problem.tx.decide(total.grads, state.opt_state, **about)
+    decided = problem.tx.decide(total.grads, state.opt_state, loss=loss, **about)
+    about["decided"] = decided
     norm_sqr, is_whole = _checked(problem, state, total, loss, share, cut=cut, **about)
     finite = is_whole & jnp.isfinite(loss) & jnp.isfinite(norm_sqr) & (total.weight > 0)
     finite &= _stays_finite(state.model_state, changed)

@@ -12,6 +12,7 @@ from jaxtyping import Array, PyTree
 from jaxgoodput._pytree import PackedTree, struct
 from jaxgoodput.goodput.efficiency import GradGroups, GradParams
 from jaxgoodput.optim import noise as noises
+from jaxgoodput.optim.ceiling import GainCeiling
 from jaxgoodput.optim.noise import MeasuredGroups, NoiseState
 
 Number = TypeVar("Number")
@@ -122,6 +123,8 @@ class Adaptation:
     """Base batches since the noise was last measured."""
     findings: Findings
     """What follows from `noise` and `groups`."""
+    ceiling: GainCeiling
+    """What the loss says about the largest gain."""
 
 
 class AdaptiveState(NamedTuple):

@@ -10,8 +10,9 @@ each label.
 Momentum, clipping and weight decay in `tx` therefore see the plain averaged gradient. An average of the
 parameters in `tx` would see updates without the factor, so it does not belong there. At the base batch every
 rule that depends on noise gives a factor of exactly 1, apart from the correction for a second moment below.
-The factor starts at 1. It grows by at most `max_gain_growth` per update, because momentum remembers about ten
-smaller steps and a sudden jump would act on all of them; it may fall at once.
+The factor starts at 1. It grows by at most `max_gain_growth` per update, and may fall at once. Momentum
+remembers about ten smaller steps, and a sudden jump would act on all of them. Also, a batch that is tried for
+ten steps should hardly change the rate. The factor falls if the loss leaps (`ceiling.py`).
 
 The moments in `grad` are not `known` at first (`learning_rate.cautious`), and later what is expected of them
 (`noise.expected_groups`); with labels they are off by some standard errors to the safe side.
@@ -62,6 +63,7 @@ from jaxgoodput.optim.adaptation import (
     passed_over,
     whole,
 )
+from jaxgoodput.optim.ceiling import GainCeiling
 from jaxgoodput.optim.learning_rate import LeafRules, Rule, adascale
 from jaxgoodput.optim.learning_rate import cautious as cautious_moments
 from jaxgoodput.optim.noise import Labels, NoiseSample, NoiseState
@@ -91,6 +93,10 @@ class UpdateDecision:
     """Base steps before the update."""
     progressed: Any
     """Base steps that the update is worth."""
+
+
+# Four times the gain takes 28 updates, and a trial of ten updates raises it by 1.6.
+GAIN_GROWTH = 1.05
 
 
 class AdaptiveOptimizer(optax.GradientTransformationExtraArgs):
@@ -123,7 +129,7 @@ def adaptive(
     base_batch_size: int,
     smoothing: float = 0.999,
     labels: Labels = None,
-    max_gain_growth: float = 1 / 0.9,
+    max_gain_growth: float = GAIN_GROWTH,
     num_std_errors: float = 1.0,
     min_samples: float = noises.MIN_SAMPLES,
     schedules: ScheduleClock = "progress",
@@ -168,7 +174,7 @@ def adaptive(
     if not max_gain_growth > 1:
         raise ValueError(
             f"max_gain_growth must be above 1, got {max_gain_growth}: it is the largest factor by which the "
-            "gain may grow per update. 1 / 0.9 suits a momentum of 0.9; inf means no limit."
+            f"gain may grow per update. {GAIN_GROWTH} is the default; inf means no limit."
         )
     if schedules not in ("progress", "samples"):
         raise ValueError(
@@ -236,6 +242,7 @@ class _Adaptive:
             base_batches=jnp.zeros(()),
             base_batches_rest=jnp.zeros(()),
             unmeasured=jnp.zeros(()),
+            ceiling=GainCeiling.none(),
         )
         with jax.numpy_dtype_promotion("standard"):  # as in `update`
             inner = self.tx.init(params)
@@ -262,10 +269,11 @@ class _Adaptive:
         * `finite`: a bool scalar. If False, the updates are zero and the state stays, except that the samples
           are counted.
         * `decided`: what `decide` returned for the arguments before; None: ask it.
-        * `extra`: passed to `tx` if it takes extra arguments.
+        * `extra`: passed to `tx` if it takes extra arguments; `value` is the loss (`decide`).
         """
         if decided is None:
             about = {"global_batch_size": global_batch_size, "noise": noise, "biased": biased}
+            about["loss"] = extra.get("value")
             decided = self.decide(updates, state, **about)
         _, factor_of_leaf = self._factors_of(updates)
         with jax.numpy_dtype_promotion(
@@ -296,13 +304,18 @@ class _Adaptive:
         global_batch_size: Any,
         noise: NoiseSample | None = None,
         biased: Any = False,
+        loss: Any = None,
     ) -> UpdateDecision:
-        """Return what the update for such gradients does, apart from the leaves: see `update`."""
+        """Return what the update for such gradients does, apart from the leaves: see `update`.
+
+        `loss` of this batch may lower the gain (`ceiling`); without it, nothing does.
+        """
         own = state.own.tree
+        ceiling = own.ceiling if loss is None else own.ceiling.after(loss, own.gain.max())
         scale = self._scale(own, global_batch_size)
         measured = self._measured(own, updates, scale, noise, biased)
         kinds, _ = self._factors_of(updates)
-        factors, progressed, after = self._factors(measured, scale, kinds)
+        factors, progressed, after = self._factors(measured, scale, kinds, ceiling.gain)
         second_moment, moment_weight, new_squares = after
         clocks = {
             "progress": (own.progress, own.progress_rest),
@@ -320,6 +333,7 @@ class _Adaptive:
             new_squares=new_squares,
             base_batches=base_batches,
             base_batches_rest=base_batches_rest,
+            ceiling=ceiling,
         )
         return UpdateDecision(
             own=state.own.replaced(own, changed),
@@ -477,11 +491,11 @@ class _Adaptive:
         return present, jax.tree.unflatten(structure, [index.get(kind, 0) for kind in kinds])
 
     def _factors(
-        self, own: Adaptation, scale: Array, kinds: list[tuple[int, int]]
+        self, own: Adaptation, scale: Array, kinds: list[tuple[int, int]], ceiling: Array
     ) -> tuple[Array, Array, tuple[Array, Array, Array]]:
         """Return the factors of `kinds` (rule, label), and the base steps that this update is worth.
 
-        The last values are those of `_moments_after`.
+        No factor is above `ceiling`. The last values are those of `_moments_after`.
         """
         as_one = _as_one(own.findings.trusted, scale)
         worth = adascale(scale, as_one)  # at most 1 if the noise is unknown
@@ -507,7 +521,8 @@ class _Adaptive:
             wanted.append(factor)
         wanted = jnp.concatenate(wanted)
         # The growth is limited from 1, not from the last gain if that is smaller: a warm-up starts at 0.
-        factors = jnp.minimum(wanted, jnp.maximum(own.gain, 1) * self.max_gain_growth)
+        most = jnp.minimum(jnp.maximum(own.gain, 1) * self.max_gain_growth, ceiling)
+        factors = jnp.minimum(wanted, most)
         held_back = jnp.mean(jnp.where(wanted > 0, factors / jnp.where(wanted > 0, wanted, 1), 1))
         progressed = worth * held_back
         after = self._moments_after(own, parts, gains, rated, worth, held_back)

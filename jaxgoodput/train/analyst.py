@@ -58,7 +58,7 @@ class Analyst:
     """Decides when to ask the tuner, and passes its verdicts on to the loop and to hooks.
 
     `current` is the batch to start with, `compile_s` the seconds that compiling one size takes. `book` adds
-    seconds to a named part of the ledger, `learning_rate` is the user's own schedule for the dashboard, and
+    seconds to a named part of the ledger, `learning_rate` is the user's own schedule, and
     `schedule` the user's own schedule of batches. Without `adapt` the batch stays as it is.
     """
 
@@ -85,6 +85,7 @@ class Analyst:
         self._strategies = strategies
         self._current = current
         self._requests = requests
+        self._learning_rate = learning_rate
         self._clock = clock
         self._adapt = adapt
         # A schedule of the user's own needs the noise for what it changes.
@@ -241,7 +242,8 @@ class Analyst:
         )
         self._learn_time(result, is_changed=is_changed)
         if metrics.is_finite:
-            self._evidence.add(ticket.config, ticket.samples, metrics.loss, ticket.num_samples)
+            counts = ticket.samples, metrics.loss, ticket.num_samples
+            self._evidence.add(ticket.config, *counts, gain=metrics.gain)
         self._reporter.add(result)
         if not ticket.is_last:
             return  # what follows is the same for all that were dispatched together
@@ -278,9 +280,9 @@ class Analyst:
         self._timings.switches.compare(self._table)
 
     def _decide(self, metrics: StepMetrics[float], step: int) -> None:
-        """Follow the user's schedule, start compiling other batches, or ask for a verdict, if it is time."""
+        """Act at once if that is called for, start compiling other batches, or ask for a verdict."""
         now_s, is_known = self._clock.now(), metrics.noise.is_known
-        is_changing = self._follow_schedule(step)
+        is_changing = self._act_at_once(step)
         is_due = not (is_changing or self._tuner.is_busy) and self._due.is_due(
             now_s,
             step,
@@ -294,7 +296,7 @@ class Analyst:
         )
         if is_due:
             self._due.asked(now_s, step, is_known=is_known)
-            self._evidence.review(self._noise_scale(metrics.noise.expected))
+            self._evidence.review(*self._noise_and_rate())
         # At every step at first, while most time is left; it does not wait for the tuner.
         is_time = is_due or self._due.is_warming_up or self._compiling.is_time(step)
         is_settled = not self._trials.is_running and self._due.has_arrived(step)
@@ -311,13 +313,14 @@ class Analyst:
             self._due.judged = self._situation(step)
             self._due.is_judging = self._tuner.ask(self._due.judged)
 
-    def _follow_schedule(self, step: int) -> bool:
-        """Change to the batch that the user's schedule asks for; return whether a change was posted.
+    def _act_at_once(self, step: int) -> bool:
+        """Follow the user's schedule, or go back after a leap of the loss; return whether it posted a change.
 
         The tuner is not asked: there is nothing to fit or to search.
         """
         is_there = self._scheduled() in (None, self._current.global_batch_size)
-        if is_there or not self._due.has_arrived(step):
+        has_leapt = self._adapt and self._evidence.level.leap is not None
+        if (is_there and not has_leapt) or not self._due.has_arrived(step) or self._due.is_judging:
             return False
         situation = self._situation(step)
         verdict = tune(situation)
@@ -335,8 +338,7 @@ class Analyst:
         is_switch = is_valid and verdict.config != current
         if is_switch:
             if verdict.denied:
-                assert self._latest is not None
-                self._evidence.deny(self._noise_scale(self._latest.metrics.noise.expected))
+                self._evidence.deny(*self._noise_and_rate())
             self._requests.post(Control(batch=verdict.config))
             self._due.posted(self._requests.num_batches)
             self._trials.switched(situation, verdict)
@@ -413,6 +415,7 @@ class Analyst:
             stretch=self._evidence.after,
             stretch_before=self._evidence.before,
             bar=self._evidence.bar,
+            leap=self._evidence.level.leap,
             floor=self._history.floor(current, samples, share_done),
             left_s=self._left_s(noise.expected),
             step_s=self._timings.step_s(current),
@@ -480,8 +483,13 @@ class Analyst:
             step_s=self._timings.step_s(self._current),
         )
 
-    def _noise_scale(self, grad: Grad) -> float:
-        return float(noise_scale(grad, self._limits.base))
+    def _noise_and_rate(self) -> tuple[float, float | None]:
+        """Return the noise scale in samples, and the user's own learning rate if it is known."""
+        assert self._latest is not None
+        metrics = self._latest.metrics
+        scale = noise_scale(metrics.noise.expected, self._limits.base)
+        rate = self._learning_rate(metrics.progress)
+        return float(scale), None if rate is None else float(rate)
 
     @property
     def _table(self) -> TimingTable:

@@ -2,8 +2,8 @@
 
 The goodput model, corrected by measured step times, names the best configuration. A change to it must gain at
 least `min_gain` (hysteresis), come `dwell_steps` after the last change, and earn back the cost of the switch
-within the horizon. If the loss falls more slowly after a change, the run goes back, whatever the model says
-(`evidence.py`). As long as only one size has been timed, the tuner first probes a neighbouring size.
+within the horizon. If the loss leaps or falls more slowly after a change, the run goes back, whatever the
+model says (`evidence.py`). As long as only one size has been timed, the tuner first probes another near it.
 """
 
 import dataclasses
@@ -75,15 +75,46 @@ def follow_schedule(situation: Situation, wanted: int) -> Verdict:
     goodput = here.goodput(current, situation.grad)
     if current.global_batch_size == wanted:
         return situation.keep(f"keep: {wanted} samples, as scheduled", goodput)
+    config = _of_samples(situation, wanted)
+    if config is not None:
+        what = f"{current.global_batch_size} -> {wanted} samples"
+        return situation.change(config, f"change: {what}, as scheduled", goodput)
+    reason = f"keep: the schedule asks for {wanted} samples, which are not compiled yet"
+    return situation.keep(reason, goodput)
+
+
+def _of_samples(situation: Situation, wanted: int) -> BatchConfig | None:
+    """Return a batch of `wanted` samples of the fewest compiled micro-batches; None if there is none."""
+    here, current = situation.here, situation.current
     most = here.limits.max_micro_batches if situation.accumulate else 1
     for size in sorted(here.ready, reverse=True):
         count, rest = divmod(wanted, size * current.num_replicas)
         if not rest and 1 <= count <= most:
-            config = dataclasses.replace(current, micro_batch_size=size, num_micro_batches=count)
-            what = f"{current.global_batch_size} -> {wanted} samples"
-            return situation.change(config, f"change: {what}, as scheduled", goodput)
-    reason = f"keep: the schedule asks for {wanted} samples, which are not compiled yet"
-    return situation.keep(reason, goodput)
+            return dataclasses.replace(current, micro_batch_size=size, num_micro_batches=count)
+    return None
+
+
+def undo_leap(situation: Situation) -> Verdict | None:
+    """Return the verdict to go back because the loss has leapt since the batch has grown; None if not."""
+    here, leap = situation.here, situation.leap
+    config = None if leap is None else _of_samples(situation, leap.to.global_batch_size)
+    if leap is None or config is None or config == situation.current:
+        return None
+    back, at, was = config.global_batch_size, leap.at.global_batch_size, estimate(leap.was)
+    what = f"the loss was {was} before and is {estimate(leap.now)}"
+    if leap.stays:
+        reason = (
+            f"return: the loss has not come back with {at} samples ({what}); {back} is the smallest "
+            "batch that was used"
+        )
+    else:
+        reason = (
+            f"return: the loss leaps with {at} samples ({what}), so the learning rate, which grows with "
+            "the batch, is too large there"
+        )
+    now = here.goodput(situation.incumbent, situation.grad)
+    verdict = situation.change(config, reason, now)
+    return dataclasses.replace(verdict, denied=True)
 
 
 def choose_batch(situation: Situation) -> Verdict:
@@ -96,7 +127,7 @@ def choose_batch(situation: Situation) -> Verdict:
     During a trial, the batch before it (`home`) is the incumbent: the run returns to it unless another
     batch, such as the one on trial, beats it.
     """
-    for rule in (_not_ready, denial, _first_probe):
+    for rule in (undo_leap, _not_ready, denial, _first_probe):
         if (verdict := rule(situation)) is not None:
             return verdict
     return _search(situation)

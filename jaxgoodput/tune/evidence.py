@@ -11,6 +11,8 @@ standard errors leave less gain per second than before. Only steps near the chan
 training slows down by itself, and a batch that has been in use for long cannot be held to what the loss did
 at the beginning. The run goes back, and the batch is barred until the noise scale has doubled. If the stretch
 after the return gains no more than the rejected one did, the batch was not the cause, and the bar is lifted.
+
+A loss that leaps after the batch has grown (`goodput/leap.py`) rejects the batch at once, and for longer.
 """
 
 import dataclasses
@@ -22,11 +24,12 @@ import numpy as np
 
 from jaxgoodput.goodput.calibration import Calibration
 from jaxgoodput.goodput.efficiency import Grad
+from jaxgoodput.goodput.leap import LossLevel
 from jaxgoodput.goodput.search import BatchConfig
 
-SETTLE_STEPS = (
-    10  # ignored after a change: momentum and learning-rate gain still follow the batch before
-)
+# Ignored after a change, and until the gain rises by less per update: momentum and learning rate still follow
+# the batch before.
+SETTLE_STEPS, SETTLED = 10, 1.01
 MIN_STEPS = 20  # needed for a slope
 ENOUGH = 2 * MIN_STEPS  # with so many a slope is not improved by steps far from the change
 # Samples on either side of a change that are compared with those on the other side, as a logarithm.
@@ -65,19 +68,33 @@ class Stretch:
 class Bar:
     """A ban on a batch size, and all larger ones, with which the loss fell more slowly."""
 
-    noise_scale: float
-    """Noise scale at that time, in samples."""
     was: Stretch
     """Stretch of the rejected batch."""
+    noise_scale: float = math.nan
+    """Noise scale at that time, in samples."""
+    is_leap: bool = False
+    """Whether the loss leapt with it."""
+    learning_rate: float | None = None
+    """The user's own learning rate at that time; None if unknown."""
 
     @property
     def global_batch_size(self) -> int:
         """The smallest batch that is banned, in samples."""
         return self.was.config.global_batch_size
 
-    def holds(self, noise_scale: float) -> bool:
-        """Return whether the ban still holds: the noise scale has not doubled since, or is unknown."""
-        return not noise_scale > 2 * self.noise_scale
+    def holds(
+        self, noise_scale: float, learning_rate: float | None = None, samples: float = math.nan
+    ) -> bool:
+        """Return whether the ban still holds: the noise scale has not doubled since, or is unknown.
+
+        After a leap of the loss, the noise does not matter: the user's own learning rate must have halved. If
+        that is unknown, four times the `samples` must have been trained on.
+        """
+        if not self.is_leap:
+            return not noise_scale > 2 * self.noise_scale
+        if learning_rate is None or self.learning_rate is None:
+            return not samples > 4 * self.was.until_samples
+        return learning_rate > self.learning_rate / 2
 
 
 def is_denied(before: Stretch, now: Stretch, throughput_ratio: float) -> bool:
@@ -96,24 +113,31 @@ def is_denied(before: Stretch, now: Stretch, throughput_ratio: float) -> bool:
 class Evidence:
     """Collects the loss of every step, and what follows from it. Not thread-safe.
 
-    `bar` is the ban on large batches, and `calibration` the correction of forecasts.
+    `bar` is the ban on large batches, `calibration` the correction of forecasts, and `level` watches for a
+    loss that leaps.
     """
 
     def __init__(self):
         self._points: list[Point] = []
         self._config: BatchConfig | None = None
         self._skip = 0
+        self._gain = 1.0  # of the last update
         self._before: Stretch | None = None
         self._after: Stretch | None = None  # once it is complete
         self._settled: Stretch | None = None  # the same without the part that catches up
         self._changed = -math.inf  # logarithm of the samples at the last change
         self._earlier: dict[int, Stretch] = {}  # known slopes of batches no longer in use
-        self.bar: Bar | None = None
+        self.level = LossLevel()
+        self._denied: Bar | None = None  # by its slope
+        self._leapt: Bar | None = None
         self._calibration = Calibration()
         self._calibrated = 0.0  # logarithm of the samples when that was learnt
 
-    def add(self, config: BatchConfig, samples: int, loss: float, num_samples: int) -> None:
-        """Add one applied update: `samples` since training began, `num_samples` of them in this update."""
+    def add(
+        self, config: BatchConfig, samples: int, loss: float, num_samples: int, gain: float = 1.0
+    ) -> None:
+        """Add an applied update: `samples` since training began, `num_samples` of them and `gain` in it."""
+        self.level.add(config, samples, loss, num_samples)
         old = self._config
         if old is None or config.global_batch_size != old.global_batch_size:
             self._earlier = self.by_batch
@@ -122,7 +146,8 @@ class Evidence:
             if old is not None:
                 self._changed = math.log(max(samples - num_samples, 1))
         self._config = config
-        if self._skip > 0:
+        rises, self._gain = gain > SETTLED * self._gain, gain
+        if self._skip > 0 or (rises and not self._points):
             self._skip -= 1
             return
         at = math.log(max(samples, 1))
@@ -198,21 +223,35 @@ class Evidence:
         since = self._points[-1][0] - width
         return _fitted(self._config, [p for p in self._points if p[0] >= since])
 
-    def deny(self, noise_scale: float) -> None:
-        """Ban the present batch and all larger ones (`Bar`); `noise_scale` is the present one."""
+    @property
+    def bar(self) -> Bar | None:
+        """The ban on the smallest batch that is banned."""
+        bars = [bar for bar in (self._denied, self._leapt) if bar is not None]
+        return min(bars, key=lambda bar: bar.global_batch_size, default=None)
+
+    def deny(self, noise_scale: float, learning_rate: float | None = None) -> None:
+        """Ban the present batch and all larger ones (`Bar`); noise and learning rate are the present ones."""
         now = self.now()  # later on, it is compared with what comes next
         assert now is not None
-        self.bar = Bar(noise_scale=noise_scale, was=now)
+        if self.level.leap is None:
+            self._denied = Bar(was=now, noise_scale=noise_scale)
+        else:
+            was = Stretch(config=now.config, num_steps=0, until_samples=math.exp(self._changed))
+            self._leapt = Bar(was=was, is_leap=True, learning_rate=learning_rate)
 
-    def review(self, noise_scale: float) -> None:
-        """Lift the ban (`Bar`) if the noise has doubled, or the loss falls no faster with a smaller batch."""
-        if self.bar is None:
+    def review(self, noise_scale: float, learning_rate: float | None = None) -> None:
+        """Lift the bans (`Bar`) that hold no longer, or if the loss falls no faster with a smaller batch."""
+        now = self.now()
+        samples = math.nan if now is None else now.until_samples
+        if self._leapt is not None and not self._leapt.holds(noise_scale, learning_rate, samples):
+            self._leapt = None
+        if self._denied is None:
             return
-        now, was = self.now(), self.bar.was
+        was = self._denied.was
         # The comparison is fair only after as many samples as the rejected stretch was judged by.
         least = was.num_steps * was.config.global_batch_size
-        if not self.bar.holds(noise_scale):
-            self.bar = None
+        if not self._denied.holds(noise_scale):
+            self._denied = None
         elif (
             now is not None
             and now.is_known
@@ -220,7 +259,7 @@ class Evidence:
             and now.num_steps * now.config.global_batch_size >= least
             and now.gained < was.gained + NUM_ERRORS * math.hypot(now.error, was.error)
         ):
-            self.bar = None
+            self._denied = None
 
 
 def _merged(a: Point, b: Point) -> Point:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxgoodput.goodput.efficiency import Grad, is_known
 from jaxgoodput.goodput.fit import PerfFit, StepTimings
 from jaxgoodput.goodput.intervals import UNKNOWN_INTERVAL, NoiseInterval, noise_interval
+from jaxgoodput.goodput.leap import Leap
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Feeding, Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
@@ -144,6 +145,8 @@ class Situation:
     """Loss decrease measured just before it."""
     bar: Bar | None = None
     """A batch that the loss has rejected."""
+    leap: Leap | None = None
+    """A leap of the loss after the batch has grown."""
     floor: int = 1
     """Smallest global batch to consider, because an earlier run had reached it by this point."""
     left_s: float = math.nan

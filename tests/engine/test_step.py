@@ -29,6 +29,7 @@ from jaxgoodput.engine import step as pure
 from jaxgoodput.engine.state import Loss, StepMetrics, Variables, combine, split
 from jaxgoodput.optim import adaptation
 from jaxgoodput.optim import learning_rate as rules
+from jaxgoodput.optim.adaptive import GAIN_GROWTH
 from jaxgoodput.optim.noise import MeasuredGroups
 from jaxgoodput.parallel.strategy import Strategy
 
@@ -227,7 +228,7 @@ def test_schedules_follow_progress_and_the_gain_multiplies_what_comes_out(key, r
         wanted = size / BASE
         last = float(adaptation.find(before.opt_state).gain[0])
         gain = metrics.gain
-        np.testing.assert_allclose(gain, min(wanted, max(last, 1) / 0.9), rtol=1e-5)
+        np.testing.assert_allclose(gain, min(wanted, max(last, 1) * GAIN_GROWTH), rtol=1e-5)
         g = gradient(before.params, rows)
         rate = (
             np.linalg.norm(before.params["w"] - after.params["w"]) / np.linalg.norm(g["w"]) / gain
@@ -238,7 +239,7 @@ def test_schedules_follow_progress_and_the_gain_multiplies_what_comes_out(key, r
     # Fewer than MIN_SAMPLES of statistics: a base step per step, and half of one for half the batch; less
     # what the limit on the gain's growth holds back of the first two at four times the base.
     np.testing.assert_allclose(counts, [0, 0, 1, 1, 2, 2, 3], atol=1e-3)
-    done = 2.5 + 0.5 + (1 / 0.9 + 1 / 0.81) / 4
+    done = 2.5 + 0.5 + (GAIN_GROWTH + GAIN_GROWTH**2) / 4
     np.testing.assert_allclose(metrics.progress, done, rtol=1e-5)
     np.testing.assert_allclose(adaptation.progress(state.opt_state), done, rtol=1e-5)
 
@@ -258,7 +259,7 @@ def test_groups_of_parameters_have_gains_of_their_own(key, rng):
         tx=optax.sgd(0.1),
     )
     state = start(engine, key)
-    for _ in range(30):
+    for _ in range(50):
         state, _ = run(engine, state, [samples(rng, 4 * BASE)])
     noisy, steady = np.asarray(adaptation.gain(state.opt_state))
     assert noisy > 2.0 and noisy <= 4.0

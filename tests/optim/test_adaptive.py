@@ -18,7 +18,7 @@ from jaxgoodput.goodput.efficiency import GradGroups, efficiency
 from jaxgoodput.optim import adaptation, noise
 from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.optim.adaptation import find
-from jaxgoodput.optim.adaptive import adaptive
+from jaxgoodput.optim.adaptive import GAIN_GROWTH, adaptive
 
 BASE = 8
 LABELS = {"a": "first", "b": {"c": "second"}}
@@ -141,11 +141,11 @@ def test_scheduled_weight_decay_follows_progress():
 
     tx = optax.chain(optax.add_decayed_weights(decay), optax.sgd(0.1))
     _, counted = tx.update(gradients(0), tx.init(PARAMS), PARAMS)
-    run(wrap(tx), 20, 4 * BASE)
+    run(wrap(tx), 30, 4 * BASE)
     jax.effects_barrier()
     # optax 0.2.6 never advances this count: a loop of its own keeps the first value, and so does a run.
     advances = any(int(x) for x in jax.tree.leaves(counted) if jnp.ndim(x) == 0)
-    assert max(seen) > 25 if advances else max(seen) == 0
+    assert max(seen) > 40 if advances else max(seen) == 0
 
 
 def test_updates_are_multiplied_and_the_optimizer_sees_the_plain_gradient():
@@ -179,7 +179,7 @@ def test_gain_grows_slowly_and_falls_at_once():
 
 
 def test_a_warm_up_that_starts_at_zero_does_not_stay_there():
-    _, state = run(wrap(optax.sgd(0.1), rules.legw(5.0)), 30, 4 * BASE)
+    _, state = run(wrap(optax.sgd(0.1), rules.legw(5.0)), 60, 4 * BASE)
     np.testing.assert_allclose(adaptation.gain(state), [2.0], rtol=1e-5)
 
 
@@ -564,5 +564,5 @@ def test_what_the_limit_on_growth_holds_back_is_no_progress():
     tx = wrap(optax.sgd(0.1))
     _, state = run(tx, 100, BASE)
     _, state = run(tx, 1, 64 * BASE, state)
-    np.testing.assert_allclose(adaptation.gain(state), [1 / 0.9], rtol=1e-5)
-    np.testing.assert_allclose(adaptation.progress(state), 100 + 1 / 0.9, rtol=1e-5)
+    np.testing.assert_allclose(adaptation.gain(state), [GAIN_GROWTH], rtol=1e-5)
+    np.testing.assert_allclose(adaptation.progress(state), 100 + GAIN_GROWTH, rtol=1e-5)

@@ -1,0 +1,141 @@
+"""Notices that the loss leaps after the batch has grown: the network does not bear the learning rate.
+
+A larger batch has a larger learning rate, by the gain. The noise says how large the gain may be if noise is
+all that limits the rate; it does not know which rate a network bears. If a rate is too high, the loss leaps
+within some tens of updates, and the network may be lost for good. A slope of the loss needs hundreds of steps
+and compares falls, so it sees this too late or not at all. A level needs a few steps.
+
+The level is the median of the losses before the growth, and its spread the median deviation from it. The
+loss has leapt once most of the newest losses are above both by far. Growth alone is watched, and only while
+the samples grow by half: what happens later has other causes.
+"""
+
+import statistics
+from collections import deque
+from dataclasses import dataclass
+
+from jaxgoodput.goodput.search import BatchConfig
+
+REMEMBERED, LEAST = 64, 16  # losses that a level is taken from, at most and at least
+NEWEST = 8  # losses whose median is compared with it
+# Deviations above the level that are a leap. 1.5 of them are one standard deviation of normal losses. Losses
+# with long tails are above 9 at one step in thirty, and at five of eight steps once in 500,000.
+WIDTH = 9.0
+SHARE = 0.05  # of the level, which a leap also exceeds: losses may hardly vary
+WATCHED = 1.5  # growth of the samples trained on during which a batch is watched
+WATCHED_STEPS = 100  # and steps at least: a young run has soon doubled its samples
+RECOVERY_STEPS = 200  # that the loss may take to come back
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leap:
+    """The loss has leapt: what to do about it, and the numbers."""
+
+    to: BatchConfig
+    """The batch to go back to."""
+    at: BatchConfig
+    """The batch in use."""
+    was: float
+    """Median loss before the batch grew."""
+    now: float
+    """Median of the newest losses."""
+    stays: bool = False
+    """Whether the batch was made smaller before, and the loss did not come back."""
+
+
+@dataclass
+class _Watch:
+    """What the losses of a batch are compared with, and for how long."""
+
+    before: BatchConfig
+    level: float
+    most: float
+    until_samples: float
+    is_recovering: bool = False
+
+
+class LossLevel:
+    """Watches the losses after each growth of the batch. Not thread-safe.
+
+    `leap` is set once the loss is too high, until the batch shrinks. `lost` is what it was before, once it
+    did not come back with the smallest batch either.
+    """
+
+    def __init__(self):
+        self._config: BatchConfig | None = None
+        self._smallest: BatchConfig | None = None
+        self._losses: deque[float] = deque(maxlen=REMEMBERED)
+        self._newest: deque[float] = deque(maxlen=NEWEST)
+        self._num_steps = 0  # since the last change
+        self._watch: _Watch | None = None
+        self.leap: Leap | None = None
+        self.lost: Leap | None = None
+
+    def add(self, config: BatchConfig, samples: int, loss: float, num_samples: int) -> None:
+        """Add the loss of an update; `samples` since training began, `num_samples` of them in this update."""
+        old, size = self._config, config.global_batch_size
+        if old is None or size != old.global_batch_size:
+            if old is not None:
+                self._changed(old, config, samples - num_samples)
+            self._newest.clear()
+            self._num_steps = 0
+        if self._smallest is None or size <= self._smallest.global_batch_size:
+            self._smallest = config
+        self._config = config
+        self._num_steps += 1
+        self._newest.append(loss)
+        if self._watch is None:
+            self._losses.append(loss)
+        else:
+            self._compare(self._watch, config, samples, loss)
+
+    def _changed(self, old: BatchConfig, config: BatchConfig, samples: int) -> None:
+        """Begin to watch a batch that has grown; one that has shrunk is watched only after a leap."""
+        watch = self._watch
+        if config.global_batch_size < old.global_batch_size:
+            if watch is not None:
+                watch.is_recovering |= self.leap is not None
+                if not watch.is_recovering:
+                    self._watch = None
+            self.leap = None
+            return
+        if watch is not None and watch.is_recovering:
+            return  # it still waits for the loss to come back
+        if len(self._losses) < LEAST:
+            return
+        level = statistics.median(self._losses)
+        deviation = statistics.median([abs(x - level) for x in self._losses])
+        most = level + max(WIDTH * deviation, SHARE * abs(level))
+        if watch is not None:  # growth upon growth: what was before both still counts
+            level, most = min((level, most), (watch.level, watch.most), key=lambda x: x[1])
+        self._watch = _Watch(
+            before=old, level=level, most=most, until_samples=WATCHED * max(samples, 1)
+        )
+
+    def _compare(self, watch: _Watch, config: BatchConfig, samples: int, loss: float) -> None:
+        now = statistics.median_low(self._newest)
+        is_high = len(self._newest) == NEWEST and now > watch.most
+        if watch.is_recovering:
+            if not is_high and len(self._newest) == NEWEST:
+                self._end()
+            elif is_high and self._num_steps >= RECOVERY_STEPS:
+                assert self._smallest is not None
+                found = Leap(to=self._smallest, at=config, was=watch.level, now=now, stays=True)
+                if config.global_batch_size <= self._smallest.global_batch_size:
+                    self.lost = found
+                    self._end()
+                else:
+                    self.leap = found
+            return
+        if self.leap is None and is_high:
+            self.leap = Leap(to=watch.before, at=config, was=watch.level, now=now)
+        if loss <= watch.most:
+            self._losses.append(loss)
+        if self.leap is None and samples > watch.until_samples and self._num_steps > WATCHED_STEPS:
+            self._end()
+
+    def _end(self) -> None:
+        """Watch no longer. After a leap, the next growth is judged by losses from now on."""
+        if self._watch is not None and self._watch.is_recovering:
+            self._losses.clear()
+        self._watch = self.leap = None
