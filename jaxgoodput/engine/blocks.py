@@ -37,9 +37,9 @@ class BlockRunner:
         return self._programs.num_steps
 
     @property
-    def may_pay(self) -> bool:
-        """Whether steps in a block may take less time than alone."""
-        return self._programs.may_pay
+    def compile_cost(self) -> float:
+        """Seconds that compiling a block takes, relative to a step."""
+        return self.num_steps / 2 if self._programs.unrolls else 1.0
 
     def loops(self, shape: SampleShape) -> bool:
         """Whether steps of this shape that measure nothing run as a part of a block, even alone."""

@@ -77,7 +77,5 @@ class GainCeiling:
             deviation=self.deviation + share * (jnp.abs(above) - self.deviation),
             newest=newest,
             num_losses=num_losses,
-            gain=jnp.where(
-                leaps, jnp.maximum(FALL * gain, 1), jnp.minimum(RISE * self.gain, NONE)
-            ),
+            gain=jnp.where(leaps, jnp.maximum(FALL * gain, 1), jnp.minimum(RISE * self.gain, NONE)),
         )

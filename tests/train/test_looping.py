@@ -205,12 +205,14 @@ class Convolving(Counting):
 
 
 @pytest.mark.slow
-def test_nor_one_with_convolutions(tmp_path, built, monkeypatch):
-    """Their gradients take several times as long in a loop of XLA:CPU. Nor later, however short steps are."""
-    monkeypatch.setattr(Blocks, "_pay", lambda self, batch: True)
+@pytest.mark.parametrize("pays", [True, False])
+def test_nor_one_with_convolutions_which_have_blocks_of_copies(tmp_path, built, monkeypatch, pays):
+    """Their gradients take several times as long in a loop of XLA:CPU."""
+    monkeypatch.setattr(Blocks, "_pay", lambda self, batch: pays)
     state = Convolving(free(tmp_path, epochs=60), **ONE).fit()
     np.testing.assert_array_equal(state.params["count"], 60)
-    assert built == ["steps", "step"], "a block was looked at, and not compiled later"
+    looked_at, *compiled = built
+    assert looked_at == "steps" and compiled == ["step", "steps"][: 1 + pays]
 
 
 class Failing(Counting):

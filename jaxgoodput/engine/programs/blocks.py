@@ -38,8 +38,8 @@ class BlockPrograms:
     ):
         self.loops_up_to = 0
         """The largest micro-batch that `loops`; set it before anything is compiled."""
-        self.may_pay = True
-        """Whether steps in a block may take less time than alone."""
+        self.unrolls = False
+        """Whether a block has a copy of each of its steps instead of a loop; set it before, too."""
         self._layout = layout
         self._rows = rows
         self._keyless = keyless
@@ -56,6 +56,11 @@ class BlockPrograms:
     @property
     def can_split(self) -> bool:
         """Whether `steps` may run a part of a block. On an accelerator, the host would wait for each step."""
+        return self.is_on_cpu and not self.unrolls
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether the device is a CPU."""
         return self._layout.mesh.devices.flat[0].platform == "cpu"
 
     @property
@@ -72,8 +77,9 @@ class BlockPrograms:
 
         It goes from (state, key, batch, mask) to (state, packed metrics `[num_steps, numbers]`). The batch
         has the rows of all steps, one after the other. If it `can_split`, it takes the number of the first
-        step to run and their number, too, and the metrics are followed by zeros. A loop: it is compiled in
-        the time of one step, each step as it is alone, and takes less time than as many copies of the step.
+        step to run and their number, too, and the metrics are followed by zeros. A loop is compiled in the
+        time of one step, each step as it is alone, and takes less time than as many copies of the step,
+        unless these are convolutions on a CPU (`unrolls`).
         """
         splits, num_steps = self.can_split, self.num_steps
 
@@ -85,6 +91,12 @@ class BlockPrograms:
                 state, packed = self._step(dataclasses.replace(state, key=key), rows)
                 return dataclasses.replace(state, key=None), packed
 
+            if self.unrolls:
+                state, found = begun, []
+                for i in range(num_steps):
+                    state, packed = one(state, jax.tree.map(lambda x, i=i: x[i], rows))
+                    found.append(packed)
+                return state, jnp.stack(found)
             if not splits:
                 return jax.lax.scan(one, begun, rows)
             first, count = bounds

@@ -187,7 +187,6 @@ class Blocks:
         start = self.start
         return (
             may_round(self.config)
-            and start.now.engine.blocks.may_pay
             and start.run.runs_blocks
             and start.loader.can_read_blocks
             and batch.num_replicas == batch.num_micro_batches == 1
@@ -199,7 +198,8 @@ class Blocks:
         step_s, saved_s = self.analyst.step_s(batch), SAVED_S
         if self.start.now.engine.layout.mesh.devices.flat[0].platform == "cpu":
             saved_s = max(saved_s, SAVED_ON_CPU * step_s)
-        return step_s < SHORT_S and self._left() * saved_s > self.start.compile_s
+        compile_s = self.start.compile_s * self.start.now.engine.blocks.compile_cost
+        return step_s < SHORT_S and self._left() * saved_s > compile_s
 
     def _left(self) -> float:
         """Return how many steps at this batch the data and the settings leave, at most."""

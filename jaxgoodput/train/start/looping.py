@@ -3,8 +3,9 @@
 A block of short steps, dispatched at once, takes a fraction of the time of as many single ones. On a CPU its
 program may also run a part of the block (`BlockPrograms.can_split`): a single step in it takes no longer than
 in a program of its own, and it is compiled in the same time. So there is one program for both. Only
-convolutions, above all their gradients, may take several times as long in a loop of XLA:CPU, and have none.
-Anything else that is slower in a loop is not noticed, as there is nothing to compare with: transforms and
+convolutions, above all their gradients, may take several times as long in a loop of XLA:CPU. Their blocks are
+copies of the step, run as a whole, as on an accelerator, and compiled behind training if that pays. Anything
+else that is slower in a loop is not noticed, as there is nothing to compare with: transforms and
 decompositions took 1.2 to 1.3 times as long, sorts, sums and scans as long or less.
 
 What a step computes is known once it is traced. If even a slow processor would do that in a moment, steps are
@@ -63,8 +64,8 @@ class ShortSteps:
             return
         if not blocks.can_split:
             return
-        blocks.may_pay = "conv_general_dilated" not in primitives(jaxpr)
-        if blocks.may_pay:
+        blocks.unrolls = "conv_general_dilated" in primitives(jaxpr)
+        if not blocks.unrolls:
             blocks.loops_up_to = int(size * SHORT_S / self._step_s)
         if not blocks.loops(shape):
             engine.compiled.forget(program)
@@ -78,7 +79,8 @@ class ShortSteps:
         """
         config, (engine, *_) = self._setup.config, self._setup.engines.values()
         is_base = batch.global_batch_size == config.batch.base and batch.num_micro_batches == 1
-        pays = _num_steps(self._setup) * SAVED_S > COMPILING_S and config.compiles_behind
+        compile_s = COMPILING_S * engine.blocks.compile_cost
+        pays = _num_steps(self._setup) * SAVED_S > compile_s and config.compiles_behind
         if not pays or not is_base or engine.blocks.can_split:
             return
         if self._step_s <= SURELY_SHORT_S:
