@@ -369,6 +369,8 @@ class StepMetrics(Generic[Number]):
     """Base steps done."""
     gain: Number
     """Factor that the update was multiplied by, mean over label groups."""
+    explodes: Number
+    """Whether the gradient is so much larger than before that the next update has a gain of at most 1."""
     noise: NoiseReadout[Number]
     """Estimate of the gradient noise after this step."""
     measured: MeasuredGroups[Number]
@@ -416,6 +418,7 @@ _KINDS = StepMetrics[type](
     **dict.fromkeys(("loss", "weight", "grad_norm", "progress", "gain"), float),
     **dict.fromkeys(("num_skipped", "skipped_in_a_row", "num_samples", "num_groups"), int),
     is_finite=bool,
+    explodes=bool,
     noise=NoiseReadout(
         known=bool,
         **dict.fromkeys(("group_sqr", "group_var"), np.ndarray),

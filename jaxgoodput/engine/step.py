@@ -618,8 +618,7 @@ def update(
     share = 1.0 / weight
     changed = _with_added(problem, state.model_state, total)
     about = {"global_batch_size": total.samples, "noise": sample}
-    decided = problem.tx.decide(total.grads, state.opt_state, loss=loss, **about)
-    about["decided"] = decided
+    about["decided"] = decided = problem.tx.decide(total.grads, state.opt_state, **about)
     norm_sqr, is_whole = _checked(problem, state, total, loss, share, cut=cut, **about)
     finite = is_whole & jnp.isfinite(loss) & jnp.isfinite(norm_sqr) & (total.weight > 0)
     finite &= _stays_finite(state.model_state, changed)
@@ -643,8 +642,10 @@ def update(
     # A branch, not a `where` over every leaf: that would keep old and new alive and copy both.
     new_kept, inner, model_state, ema = jax.lax.cond(finite, take, skip, total.grads)
     # The samples count all the same, so schedules that depend on them advance.
-    passed = adaptation.passed_over(state.opt_state, total.samples / problem.base_batch_size)
-    own = jax.tree.map(lambda new, old: jnp.where(finite, new, old), decided.own, passed.own)
+    scale = total.samples / problem.base_batch_size
+    passed = adaptation.passed_over(state.opt_state, scale)
+    decided_own = adaptation.watched(decided.own, jnp.sqrt(norm_sqr), scale)
+    own = jax.tree.map(lambda new, old: jnp.where(finite, new, old), decided_own, passed.own)
     opt_state = adaptation.AdaptiveState(inner=inner, own=own)
     missed = (~finite).astype(jnp.int32)
     new_state = TrainState(
@@ -684,6 +685,7 @@ def _metrics(
         num_groups=total.groups,
         progress=adaptation.progress(state.opt_state),
         gain=adaptation.gain(state.opt_state).mean(),
+        explodes=adaptation.find(state.opt_state).growth.explodes,
         noise=adaptation.readout(state.opt_state),
         measured=adaptation.measured_groups(state.opt_state),
         aux={name: value / wide(samples, like=value) for name, value in total.aux.items()},

@@ -5,6 +5,9 @@ all that limits the rate; it does not know which rate a network bears. If a rate
 within some tens of updates, and the network may be lost for good. A slope of the loss needs hundreds of steps
 and compares falls, so it sees this too late or not at all. A level needs a few steps.
 
+Where the gradient explodes, the step itself lowers the gain (`optim/gain_growth.py`), and the loss hardly
+leaps. That is taken for a leap, too: such a batch cannot have the rate that makes it worth its samples.
+
 The level is the median of the losses before the growth, and its spread the median deviation from it. The
 loss has leapt once most of the newest losses are above both by far. Growth alone is watched, and only while
 the samples grow by half: what happens later has other causes.
@@ -39,6 +42,8 @@ class Leap:
     """Median loss before the batch grew."""
     now: float
     """Median of the newest losses."""
+    explodes: bool = False
+    """Whether the gradient exploded; the loss need not have leapt."""
     stays: bool = False
     """Whether the batch was made smaller before, and the loss did not come back."""
 
@@ -63,6 +68,7 @@ class LossLevel:
 
     def __init__(self):
         self._config: BatchConfig | None = None
+        self._before: BatchConfig | None = None  # the last growth
         self._smallest: BatchConfig | None = None
         self._losses: deque[float] = deque(maxlen=REMEMBERED)
         self._newest: deque[float] = deque(maxlen=NEWEST)
@@ -71,8 +77,19 @@ class LossLevel:
         self.leap: Leap | None = None
         self.lost: Leap | None = None
 
-    def add(self, config: BatchConfig, samples: int, loss: float, num_samples: int) -> None:
-        """Add the loss of an update; `samples` since training began, `num_samples` of them in this update."""
+    def add(
+        self,
+        config: BatchConfig,
+        samples: int,
+        loss: float,
+        num_samples: int,
+        *,
+        explodes: bool = False,
+    ) -> None:
+        """Add the loss of an update, and whether its gradient `explodes`.
+
+        `samples` were trained on since training began, `num_samples` of them in this update.
+        """
         old, size = self._config, config.global_batch_size
         if old is None or size != old.global_batch_size:
             if old is not None:
@@ -88,17 +105,24 @@ class LossLevel:
             self._losses.append(loss)
         else:
             self._compare(self._watch, config, samples, loss)
+        to = self._before or self._smallest
+        if explodes and self.leap is None and to.global_batch_size < size:
+            level = statistics.median(self._losses) if self._losses else loss
+            self.leap = Leap(to=to, at=config, was=level, now=loss, explodes=True)
 
     def _changed(self, old: BatchConfig, config: BatchConfig, samples: int) -> None:
         """Begin to watch a batch that has grown; one that has shrunk is watched only after a leap."""
-        watch = self._watch
+        watch, before = self._watch, self._before
         if config.global_batch_size < old.global_batch_size:
+            if before is not None and config.global_batch_size <= before.global_batch_size:
+                self._before = None  # where it grew from then is not known any more
             if watch is not None:
                 watch.is_recovering |= self.leap is not None
                 if not watch.is_recovering:
                     self._watch = None
             self.leap = None
             return
+        self._before = old
         if watch is not None and watch.is_recovering:
             return  # it still waits for the loss to come back
         if len(self._losses) < LEAST:

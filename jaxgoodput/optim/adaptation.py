@@ -12,7 +12,7 @@ from jaxtyping import Array, PyTree
 from jaxgoodput._pytree import PackedTree, struct
 from jaxgoodput.goodput.efficiency import GradGroups, GradParams
 from jaxgoodput.optim import noise as noises
-from jaxgoodput.optim.ceiling import GainCeiling
+from jaxgoodput.optim.gain_growth import GainGrowth
 from jaxgoodput.optim.noise import MeasuredGroups, NoiseState
 
 Number = TypeVar("Number")
@@ -123,8 +123,8 @@ class Adaptation:
     """Base batches since the noise was last measured."""
     findings: Findings
     """What follows from `noise` and `groups`."""
-    ceiling: GainCeiling
-    """What the loss says about the largest gain."""
+    growth: GainGrowth
+    """How fast the gain may grow, by the size of the gradient."""
 
 
 class AdaptiveState(NamedTuple):
@@ -233,6 +233,14 @@ def passed_over(opt_state: PyTree, base_batches: Array) -> PyTree:
         )
 
     return with_own(opt_state, passed)
+
+
+def watched(own: PackedTree[Adaptation], grad_norm: Array, scale: Array) -> PackedTree[Adaptation]:
+    """Return what follows an update whose gradient has this norm, at `scale` times the base batch."""
+    tree = own.tree
+    progress = tree.progress + tree.progress_rest
+    growth = tree.growth.after(grad_norm, tree.gain.max(), scale, progress)
+    return own.replaced(tree, dataclasses.replace(tree, growth=growth))
 
 
 def with_own(opt_state: PyTree, change: Callable[[Adaptation], Adaptation]) -> PyTree:

@@ -12,7 +12,7 @@ parameters in `tx` would see updates without the factor, so it does not belong t
 rule that depends on noise gives a factor of exactly 1, apart from the correction for a second moment below.
 The factor starts at 1. It grows by at most `max_gain_growth` per update, and may fall at once. Momentum
 remembers about ten smaller steps, and a sudden jump would act on all of them. Also, a batch that is tried for
-ten steps should hardly change the rate. The factor falls if the loss leaps (`ceiling.py`).
+ten steps should hardly change the rate. `gain_growth.py` says when it grows more slowly, or falls.
 
 The moments in `grad` are not `known` at first (`learning_rate.cautious`), and later what is expected of them
 (`noise.expected_groups`); with labels they are off by some standard errors to the safe side.
@@ -61,9 +61,10 @@ from jaxgoodput.optim.adaptation import (
     NoiseReadout,
     added,
     passed_over,
+    watched,
     whole,
 )
-from jaxgoodput.optim.ceiling import GainCeiling
+from jaxgoodput.optim.gain_growth import GainGrowth
 from jaxgoodput.optim.learning_rate import LeafRules, Rule, adascale
 from jaxgoodput.optim.learning_rate import cautious as cautious_moments
 from jaxgoodput.optim.noise import Labels, NoiseSample, NoiseState
@@ -95,8 +96,7 @@ class UpdateDecision:
     """Base steps that the update is worth."""
 
 
-# Four times the gain takes 28 updates, and a trial of ten updates raises it by 1.6.
-GAIN_GROWTH = 1.05
+GAIN_GROWTH = 1.05  # four times the gain takes 28 updates, and a trial of ten raises it by 1.6
 
 
 class AdaptiveOptimizer(optax.GradientTransformationExtraArgs):
@@ -242,7 +242,7 @@ class _Adaptive:
             base_batches=jnp.zeros(()),
             base_batches_rest=jnp.zeros(()),
             unmeasured=jnp.zeros(()),
-            ceiling=GainCeiling.none(),
+            growth=GainGrowth.first(),
         )
         with jax.numpy_dtype_promotion("standard"):  # as in `update`
             inner = self.tx.init(params)
@@ -269,12 +269,14 @@ class _Adaptive:
         * `finite`: a bool scalar. If False, the updates are zero and the state stays, except that the samples
           are counted.
         * `decided`: what `decide` returned for the arguments before; None: ask it.
-        * `extra`: passed to `tx` if it takes extra arguments; `value` is the loss (`decide`).
+        * `extra`: passed to `tx` if it takes extra arguments.
         """
         if decided is None:
             about = {"global_batch_size": global_batch_size, "noise": noise, "biased": biased}
-            about["loss"] = extra.get("value")
             decided = self.decide(updates, state, **about)
+            norm = jnp.sqrt(sum(jnp.sum(jnp.abs(x) ** 2) for x in jax.tree.leaves(updates)))
+            scale = self._scale(state.own.tree, global_batch_size)
+            decided = dataclasses.replace(decided, own=watched(decided.own, norm, scale))
         _, factor_of_leaf = self._factors_of(updates)
         with jax.numpy_dtype_promotion(
             "standard"
@@ -304,18 +306,13 @@ class _Adaptive:
         global_batch_size: Any,
         noise: NoiseSample | None = None,
         biased: Any = False,
-        loss: Any = None,
     ) -> UpdateDecision:
-        """Return what the update for such gradients does, apart from the leaves: see `update`.
-
-        `loss` of this batch may lower the gain (`ceiling`); without it, nothing does.
-        """
+        """Return what the update for such gradients does, apart from the leaves: see `update`."""
         own = state.own.tree
-        ceiling = own.ceiling if loss is None else own.ceiling.after(loss, own.gain.max())
         scale = self._scale(own, global_batch_size)
         measured = self._measured(own, updates, scale, noise, biased)
         kinds, _ = self._factors_of(updates)
-        factors, progressed, after = self._factors(measured, scale, kinds, ceiling.gain)
+        factors, progressed, after = self._factors(measured, scale, kinds)
         second_moment, moment_weight, new_squares = after
         clocks = {
             "progress": (own.progress, own.progress_rest),
@@ -333,7 +330,6 @@ class _Adaptive:
             new_squares=new_squares,
             base_batches=base_batches,
             base_batches_rest=base_batches_rest,
-            ceiling=ceiling,
         )
         return UpdateDecision(
             own=state.own.replaced(own, changed),
@@ -491,11 +487,11 @@ class _Adaptive:
         return present, jax.tree.unflatten(structure, [index.get(kind, 0) for kind in kinds])
 
     def _factors(
-        self, own: Adaptation, scale: Array, kinds: list[tuple[int, int]], ceiling: Array
+        self, own: Adaptation, scale: Array, kinds: list[tuple[int, int]]
     ) -> tuple[Array, Array, tuple[Array, Array, Array]]:
         """Return the factors of `kinds` (rule, label), and the base steps that this update is worth.
 
-        No factor is above `ceiling`. The last values are those of `_moments_after`.
+        The last values are those of `_moments_after`.
         """
         as_one = _as_one(own.findings.trusted, scale)
         worth = adascale(scale, as_one)  # at most 1 if the noise is unknown
@@ -520,9 +516,7 @@ class _Adaptive:
                 factor = factor * jnp.sqrt(part.labels_of(gains) * own.second_moment[part.where])
             wanted.append(factor)
         wanted = jnp.concatenate(wanted)
-        # The growth is limited from 1, not from the last gain if that is smaller: a warm-up starts at 0.
-        most = jnp.minimum(jnp.maximum(own.gain, 1) * self.max_gain_growth, ceiling)
-        factors = jnp.minimum(wanted, most)
+        factors = jnp.minimum(wanted, own.growth.limit(own.gain, self.max_gain_growth))
         held_back = jnp.mean(jnp.where(wanted > 0, factors / jnp.where(wanted > 0, wanted, 1), 1))
         progressed = worth * held_back
         after = self._moments_after(own, parts, gains, rated, worth, held_back)

@@ -242,8 +242,9 @@ class Analyst:
         )
         self._learn_time(result, is_changed=is_changed)
         if metrics.is_finite:
-            counts = ticket.samples, metrics.loss, ticket.num_samples
-            self._evidence.add(ticket.config, *counts, gain=metrics.gain)
+            seen = {"gain": metrics.gain, "explodes": metrics.explodes}
+            at = ticket.config, ticket.samples
+            self._evidence.add(*at, metrics.loss, ticket.num_samples, **seen)
         self._reporter.add(result)
         if not ticket.is_last:
             return  # what follows is the same for all that were dispatched together

@@ -102,16 +102,16 @@ def undo_leap(situation: Situation) -> Verdict | None:
         return None
     back, at, was = config.global_batch_size, leap.at.global_batch_size, estimate(leap.was)
     what = f"the loss was {was} before and is {estimate(leap.now)}"
+    too_large = "so the learning rate, which grows with the batch, is too large there"
     if leap.stays:
         reason = (
             f"return: the loss has not come back with {at} samples ({what}); {back} is the smallest "
             "batch that was used"
         )
+    elif leap.explodes:
+        reason = f"return: the gradient explodes with {at} samples (far above its mean norm), {too_large}"
     else:
-        reason = (
-            f"return: the loss leaps with {at} samples ({what}), so the learning rate, which grows with "
-            "the batch, is too large there"
-        )
+        reason = f"return: the loss leaps with {at} samples ({what}), {too_large}"
     now = here.goodput(situation.incumbent, situation.grad)
     verdict = situation.change(config, reason, now)
     return dataclasses.replace(verdict, denied=True)

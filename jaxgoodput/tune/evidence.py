@@ -134,10 +134,20 @@ class Evidence:
         self._calibrated = 0.0  # logarithm of the samples when that was learnt
 
     def add(
-        self, config: BatchConfig, samples: int, loss: float, num_samples: int, gain: float = 1.0
+        self,
+        config: BatchConfig,
+        samples: int,
+        loss: float,
+        num_samples: int,
+        *,
+        gain: float = 1.0,
+        explodes: bool = False,
     ) -> None:
-        """Add an applied update: `samples` since training began, `num_samples` of them and `gain` in it."""
-        self.level.add(config, samples, loss, num_samples)
+        """Add an applied update with its `gain`, and whether its gradient `explodes`.
+
+        `samples` were trained on since training began, `num_samples` of them in this update.
+        """
+        self.level.add(config, samples, loss, num_samples, explodes=explodes)
         old = self._config
         if old is None or config.global_batch_size != old.global_batch_size:
             self._earlier = self.by_batch

@@ -178,7 +178,10 @@ def engine_of(model, tmp_path, optimizer="momentum", dtype=None):
 @pytest.mark.parametrize("model, optimizer", PAIRS)
 def test_a_block_is_its_steps_up_to_rounding(tmp_path, model, optimizer, dtype):
     engine, whole, put = engine_of(model, tmp_path, optimizer, dtype)
-    engine.programs.blocks.unrolls = model in (Convolutional, Linen)  # as `train/start/looping.py` has it
+    engine.programs.blocks.unrolls = model in (
+        Convolutional,
+        Linen,
+    )  # as `train/start/looping.py` has it
     num_steps = engine.blocks.num_steps
     whole = jax.tree.map(lambda x: x[: num_steps * BATCH], whole)
     state, one_by_one = engine.init(jax.random.key(0)), []

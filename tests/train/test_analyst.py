@@ -109,6 +109,8 @@ class Course:
             1.0,
         )  # so far; noise that the gradients show, at a signal of 1e-6
         self.loss = lambda size: 1.0  # after a step of this size
+        self.rate = 0.1  # the user's own
+        self.explodes = lambda size: False  # the gradient, at this size
         self.factors = {True: 1.0, False: 1.0}  # of the time of measured and of plain steps
         self.config = BatchConfig(micro_batch_size=start, num_micro_batches=1, num_replicas=1)
         usual = {"tuning__dwell_steps": 10, "tuning__every_steps": 4, "tuning__warm_up_steps": 4}
@@ -130,7 +132,7 @@ class Course:
             clock=self.clock,
             on_error=self.errors.append,
             book=lambda name, seconds: None,
-            learning_rate=lambda progress: None,
+            learning_rate=lambda progress: self.rate,
             dataset_size=10**6,
             adapt=True,
             tuner=AtOnce,
@@ -196,6 +198,7 @@ class Course:
             num_groups=1,
             progress=float(self.step),
             gain=1.0,
+            explodes=self.explodes(size),
             noise=noise,
             measured=MeasuredGroups(
                 sqr=np.array([1e-6]), sqr_error=np.array([1e-7]), var_error=0.01
@@ -276,6 +279,48 @@ def test_what_the_loss_says_of_a_larger_batch_reaches_the_next_verdicts(course, 
     else:
         assert (last.noise_factor > 1.3) if factor > 1 else (last.noise_factor < 0.75)
         assert "times as large, by how the loss fell" in last.verdict.reason
+
+
+@pytest.mark.parametrize("explodes", [False, True])
+def test_a_leap_sends_the_run_back_at_once_until_the_rate_has_halved(course, explodes):
+    run = course(start=2048, ready=(512, 2048))
+
+    def is_too_large(size):
+        return size >= 8192 and run.rate > 0.06
+
+    if explodes:
+        run.explodes = is_too_large
+    else:
+        run.loss = lambda size: 3.0 if is_too_large(size) else 1.0
+    run.go(100)
+    run.ready = SIZES
+    used = run.go(400)
+    first = used.index(8192)
+    assert used[first : first + 20].count(8192) <= 12, "eight losses, and the way there and back"
+    assert max(used) == 8192 and used.count(8192) <= 12, "it is not tried again, nor a larger one"
+    (back,) = [e for e in run.heard.verdicts if e.verdict.denied]
+    assert back.switched and back.verdict.config.global_batch_size == used[first - 1]
+    what = "the gradient explodes" if explodes else "the loss leaps"
+    assert back.verdict.reason.startswith(f"return: {what} with 8192 samples (")
+    race = {one.config.global_batch_size: one for one in run.heard.verdicts[-1].race}
+    assert race[8192].standing == "banned"
+    run.rate = 0.05
+    assert 8192 in run.go(100)
+    assert run.config.micro_batch_size == 8192
+
+
+def test_a_loss_that_does_not_come_back_sends_it_to_the_smallest_batch(course):
+    run, leapt = course(start=512), []
+
+    def loss(size):
+        leapt.extend([size] * (size > 2048))
+        return 3.0 if leapt else 1.0
+
+    run.loss = loss
+    used = run.go(800)
+    assert leapt and used[-1] == 512
+    reasons = [e.verdict.reason for e in run.heard.verdicts if e.verdict.denied]
+    assert len(reasons) == 2 and "has not come back with 2048 samples" in reasons[1]
 
 
 def test_a_drift_of_step_times_calls_for_a_verdict(course):

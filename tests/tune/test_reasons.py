@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jaxgoodput.goodput.efficiency import GradParams, is_known
 from jaxgoodput.goodput.fit import PerfFit, StepTimings
+from jaxgoodput.goodput.leap import Leap
 from jaxgoodput.goodput.perf import PerfParams, Placement, step_time
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.tune.batch import tune
@@ -59,6 +60,19 @@ def timings_of(seconds, replicas):
 def a_stretch(draw, config):
     gained, error = draw(st.floats(1e-4, 10)), draw(st.floats(1e-5, 0.1))
     return Stretch(config=config, num_steps=100, gained=gained, error=error)
+
+
+def a_leap(draw, before, config):
+    was = draw(st.floats(-10, 10))
+    now = was + draw(st.floats(0.1, 1e4))
+    return Leap(
+        to=before,
+        at=config,
+        was=was,
+        now=now,
+        stays=draw(st.booleans()),
+        explodes=draw(st.booleans()),
+    )
 
 
 def another_strategy(draw, config, limits, placement):
@@ -142,6 +156,7 @@ def a_situation(draw):
         stretch=a_stretch(draw, config),
         stretch_before=a_stretch(draw, before) if draw(st.integers(0, 5)) == 0 else None,
         bar=Bar(noise_scale=1e3, was=a_stretch(draw, beyond)) if draw(st.booleans()) else None,
+        leap=a_leap(draw, before, config) if draw(st.integers(0, 9)) == 0 else None,
         floor=draw(st.sampled_from([1, 1, config.global_batch_size])),
         left_s=draw(st.floats(1e-2, 1e7)) if is_timed else NAN,
         step_s=float(seconds[size]) if is_timed else NAN,

@@ -1,6 +1,5 @@
 """The choice is within every limit, as good as an independent program's, and its bound is a bound."""
 
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,0 +1,111 @@
+"""How fast the learning-rate gain may grow, and that it falls at once when the gradient explodes.
+
+The noise says how large the gain of a batch may be if noise is all that limits the learning rate. It does
+not know which rate a network bears. Where that is less, parameters swing ever farther along the directions
+of the largest curvature. The gradient shows that first: when its norm is three times what it was, the loss
+has hardly changed, and ten updates later the network may be lost. The tuner hears of a step a few steps
+later, which may be hundreds of short ones. So the step itself compares the norm with its own past. Once it is
+far above, the gain falls to 1, where the swinging ends.
+
+For that to be in time, the gain must not be far beyond what is borne by then. It grows quickly only up to the
+largest gain that it had before. Beyond, the more slowly the longer the run is: four times the gain takes a
+twentieth of the progress so far. After an explosion it grows quickly up to half of what it was, and takes
+until the progress has doubled for each doubling beyond, as a sender does after a network has lost a packet.
+
+At a gain of 1 nothing is done: the user's own learning rate is the user's own.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxgoodput._pytree import struct
+
+MEMORY, LEAST = 64.0, 16.0  # norms that the mean remembers, and how many it needs
+# Above the mean by so many mean deviations, and by such a share of the mean: far above.
+WIDTH, SHARE = 8.0, 2.0
+# Most that a norm counts above the mean, as a share of that: what may become an explosion must not move it.
+# The gain does not grow while the norm is above.
+MOST = 0.25
+FALL = 0.5  # of the gain, to which it rises quickly again
+# Share of the largest growth per update, times the gain over the progress, before and after an explosion.
+# With a largest growth of 5 %, the gain grows by 30 % or 1 % while the progress grows by 1 %.
+UNTRIED, WARNED = 600.0, 20.0
+
+
+@struct
+class GainGrowth:
+    """What the next update may do with the gain, and what that rests on. Scalars."""
+
+    mean: Any
+    """Mean norm of the gradient."""
+    deviation: Any
+    """Mean distance from it."""
+    num_norms: Any
+    """Norms that `mean` is over, up to `MEMORY`."""
+    scale: Any
+    """Batch size of the last one, over the base batch size."""
+    borne: Any
+    """Gain up to which it grows quickly."""
+    steepness: Any
+    """`UNTRIED`, or `WARNED` after an explosion."""
+    pace: Any
+    """Share of the largest growth per update that the next one may have."""
+    explodes: Any
+    """Whether the gradient explodes, a bool: the next update has a gain of at most 1."""
+
+    @classmethod
+    def first(cls) -> "GainGrowth":
+        """Return what holds before any gradient."""
+        zero = jnp.zeros(())
+        return cls(
+            mean=zero,
+            deviation=zero,
+            num_norms=zero,
+            scale=zero,
+            borne=zero + 1,
+            steepness=zero + UNTRIED,
+            pace=zero + 1,
+            explodes=zero > 1,
+        )
+
+    def limit(self, gain: Array, largest_growth: float) -> Array:
+        """Return the largest gain of the next update, after one with `gain`."""
+        # Growth from 1, not from a gain that is smaller: a warm-up starts at 0.
+        now = jnp.maximum(gain, 1)
+        grown = now * (1 + self.pace * (largest_growth - 1))
+        return jnp.where(self.explodes, 1, jnp.where(self.pace > 0, grown, now))
+
+    def after(self, grad_norm: Any, gain: Array, scale: Array, progress: Array) -> "GainGrowth":
+        """Return what holds after an update with factors up to `gain`.
+
+        `grad_norm` is of the batch's mean gradient, `scale` the batch size over the base batch size, and
+        `progress` the base steps done.
+        """
+        norm = jnp.asarray(grad_norm, self.mean.dtype)
+        # A smaller batch has larger norms. A larger one has smaller ones, which the mean comes to follow.
+        count = jnp.where(scale < self.scale, 0, self.num_norms)
+        is_known = count >= LEAST
+        mean = jnp.where(count < 1, norm, self.mean)
+        far = jnp.maximum(WIDTH * self.deviation, SHARE * mean)
+        above = norm - mean
+        explodes = (gain > 1) & is_known & (above > far)
+        is_calm = (above <= MOST * far) | ~is_known
+        above = jnp.where(is_calm, above, MOST * far)
+        count = jnp.minimum(count + 1, MEMORY)
+        borne = jnp.where(explodes, jnp.maximum(FALL * gain, 1), jnp.maximum(self.borne, gain))
+        steepness = jnp.where(explodes, WARNED, self.steepness)
+        slowly = jnp.minimum(steepness * jnp.maximum(gain, 1) / jnp.maximum(progress, 1), 1)
+        return dataclasses.replace(
+            self,
+            mean=mean + above / count,
+            deviation=self.deviation + (jnp.abs(above) - self.deviation) / count,
+            num_norms=count,
+            scale=scale,
+            borne=borne,
+            steepness=steepness,
+            pace=jnp.where(is_calm, jnp.where(gain < borne, 1, slowly), 0),
+            explodes=explodes,
+        )
