@@ -32,13 +32,18 @@ class BlockRunner:
         return self._programs.can_split
 
     @property
+    def is_on_cpu(self) -> bool:
+        """Whether the device is a CPU."""
+        return self._programs.is_on_cpu
+
+    @property
     def num_steps(self) -> int:
         """Steps of a block."""
         return self._programs.num_steps
 
     @property
     def compile_cost(self) -> float:
-        """Seconds that compiling a block takes, relative to a step."""
+        """How many times as long as a step a block takes to compile."""
         return self.num_steps / 2 if self._programs.unrolls else 1.0
 
     def loops(self, shape: SampleShape) -> bool:

@@ -644,7 +644,7 @@ def update(
     # The samples count all the same, so schedules that depend on them advance.
     scale = total.samples / problem.base_batch_size
     passed = adaptation.passed_over(state.opt_state, scale)
-    decided_own = adaptation.watched(decided.own, jnp.sqrt(norm_sqr), scale)
+    decided_own = adaptation.watched(decided.own, jnp.sqrt(norm_sqr), scale, decided.progressed)
     own = jax.tree.map(lambda new, old: jnp.where(finite, new, old), decided_own, passed.own)
     opt_state = adaptation.AdaptiveState(inner=inner, own=own)
     missed = (~finite).astype(jnp.int32)

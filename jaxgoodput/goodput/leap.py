@@ -5,12 +5,13 @@ all that limits the rate; it does not know which rate a network bears. If a rate
 within some tens of updates, and the network may be lost for good. A slope of the loss needs hundreds of steps
 and compares falls, so it sees this too late or not at all. A level needs a few steps.
 
-Where the gradient explodes, the step itself lowers the gain (`optim/gain_growth.py`), and the loss hardly
-leaps. That is taken for a leap, too: such a batch cannot have the rate that makes it worth its samples.
-
 The level is the median of the losses before the growth, and its spread the median deviation from it. The
-loss has leapt once most of the newest losses are above both by far. Growth alone is watched, and only while
-the samples grow by half: what happens later has other causes.
+loss has leapt once most of the newest losses are above both by far. A batch is watched while the samples grow
+by half after its growth: a loss that leaps later has other causes.
+
+Where the gradient explodes, the step itself lowers the gain (`optim/gain_growth.py`), and the loss hardly
+leaps. If that happens twice with a batch, however late, it counts as a leap: the batch cannot have the rate
+that makes it worth its samples. Once may be a single odd batch of data.
 """
 
 import statistics
@@ -28,6 +29,7 @@ SHARE = 0.05  # of the level, which a leap also exceeds: losses may hardly vary
 WATCHED = 1.5  # growth of the samples trained on during which a batch is watched
 WATCHED_STEPS = 100  # and steps at least: a young run has soon doubled its samples
 RECOVERY_STEPS = 200  # that the loss may take to come back
+EXPLOSIONS = 2  # of the gradient that count as a leap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,20 +64,19 @@ class _Watch:
 class LossLevel:
     """Watches the losses after each growth of the batch. Not thread-safe.
 
-    `leap` is set once the loss is too high, until the batch shrinks. `lost` is what it was before, once it
-    did not come back with the smallest batch either.
+    `leap` is set once the loss is too high, until the batch shrinks.
     """
 
     def __init__(self):
         self._config: BatchConfig | None = None
-        self._before: BatchConfig | None = None  # the last growth
+        self._grown_from: list[BatchConfig] = []  # ever larger ones
         self._smallest: BatchConfig | None = None
         self._losses: deque[float] = deque(maxlen=REMEMBERED)
         self._newest: deque[float] = deque(maxlen=NEWEST)
         self._num_steps = 0  # since the last change
+        self._num_explosions = 0  # since then
         self._watch: _Watch | None = None
         self.leap: Leap | None = None
-        self.lost: Leap | None = None
 
     def add(
         self,
@@ -95,7 +96,7 @@ class LossLevel:
             if old is not None:
                 self._changed(old, config, samples - num_samples)
             self._newest.clear()
-            self._num_steps = 0
+            self._num_steps = self._num_explosions = 0
         if self._smallest is None or size <= self._smallest.global_batch_size:
             self._smallest = config
         self._config = config
@@ -105,24 +106,25 @@ class LossLevel:
             self._losses.append(loss)
         else:
             self._compare(self._watch, config, samples, loss)
-        to = self._before or self._smallest
-        if explodes and self.leap is None and to.global_batch_size < size:
+        self._num_explosions += explodes
+        to = self._grown_from[-1] if self._grown_from else self._smallest
+        is_smaller = to.global_batch_size < size
+        if self._num_explosions >= EXPLOSIONS and self.leap is None and is_smaller:
             level = statistics.median(self._losses) if self._losses else loss
             self.leap = Leap(to=to, at=config, was=level, now=loss, explodes=True)
 
     def _changed(self, old: BatchConfig, config: BatchConfig, samples: int) -> None:
         """Begin to watch a batch that has grown; one that has shrunk is watched only after a leap."""
-        watch, before = self._watch, self._before
-        if config.global_batch_size < old.global_batch_size:
-            if before is not None and config.global_batch_size <= before.global_batch_size:
-                self._before = None  # where it grew from then is not known any more
+        watch, size = self._watch, config.global_batch_size
+        if size < old.global_batch_size:
+            self._grown_from = [x for x in self._grown_from if x.global_batch_size < size]
             if watch is not None:
                 watch.is_recovering |= self.leap is not None
                 if not watch.is_recovering:
                     self._watch = None
             self.leap = None
             return
-        self._before = old
+        self._grown_from.append(old)
         if watch is not None and watch.is_recovering:
             return  # it still waits for the loss to come back
         if len(self._losses) < LEAST:
@@ -144,12 +146,11 @@ class LossLevel:
                 self._end()
             elif is_high and self._num_steps >= RECOVERY_STEPS:
                 assert self._smallest is not None
-                found = Leap(to=self._smallest, at=config, was=watch.level, now=now, stays=True)
                 if config.global_batch_size <= self._smallest.global_batch_size:
-                    self.lost = found
-                    self._end()
+                    self._end()  # no batch is left to go back to
                 else:
-                    self.leap = found
+                    to = self._smallest
+                    self.leap = Leap(to=to, at=config, was=watch.level, now=now, stays=True)
             return
         if self.leap is None and is_high:
             self.leap = Leap(to=watch.before, at=config, was=watch.level, now=now)

@@ -235,11 +235,16 @@ def passed_over(opt_state: PyTree, base_batches: Array) -> PyTree:
     return with_own(opt_state, passed)
 
 
-def watched(own: PackedTree[Adaptation], grad_norm: Array, scale: Array) -> PackedTree[Adaptation]:
-    """Return what follows an update whose gradient has this norm, at `scale` times the base batch."""
+def watched(
+    own: PackedTree[Adaptation], grad_norm: Array, scale: Array, progressed: Array
+) -> PackedTree[Adaptation]:
+    """Return what follows an update, worth `progressed` base steps, whose gradient has this norm.
+
+    Its batch is `scale` times the base batch.
+    """
     tree = own.tree
     progress = tree.progress + tree.progress_rest
-    growth = tree.growth.after(grad_norm, tree.gain.max(), scale, progress)
+    growth = tree.growth.after(grad_norm, tree.gain.max(), scale, progressed, progress)
     return own.replaced(tree, dataclasses.replace(tree, growth=growth))
 
 

@@ -9,13 +9,14 @@ far above, the gain falls to 1, where the swinging ends.
 
 For that to be in time, the gain must not be far beyond what is borne by then. It grows quickly only up to the
 largest gain that it had before. Beyond, the more slowly the longer the run is: four times the gain takes a
-twentieth of the progress so far. After an explosion it grows quickly up to half of what it was, and takes
-until the progress has doubled for each doubling beyond, as a sender does after a network has lost a packet.
+twentieth of the progress so far. After an explosion it grows quickly up to half of what it was, and beyond
+that doubles while the progress doubles.
 
 At a gain of 1 nothing is done: the user's own learning rate is the user's own.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,8 +31,9 @@ WIDTH, SHARE = 8.0, 2.0
 # The gain does not grow while the norm is above.
 MOST = 0.25
 FALL = 0.5  # of the gain, to which it rises quickly again
-# Share of the largest growth per update, times the gain over the progress, before and after an explosion.
-# With a largest growth of 5 %, the gain grows by 30 % or 1 % while the progress grows by 1 %.
+# The share of the largest growth that an update may have, for each share of the progress that it is worth;
+# before and after an explosion. If the largest growth is 5 %, the gain grows by 30 % or 1 % while the
+# progress grows by 1 %.
 UNTRIED, WARNED = 600.0, 20.0
 
 
@@ -72,32 +74,40 @@ class GainGrowth:
         )
 
     def limit(self, gain: Array, largest_growth: float) -> Array:
-        """Return the largest gain of the next update, after one with `gain`."""
+        """Return the largest gain of the next update, after one with `gain`; no limit if growth has none."""
         # Growth from 1, not from a gain that is smaller: a warm-up starts at 0.
         now = jnp.maximum(gain, 1)
+        if math.isinf(largest_growth):
+            return jnp.full_like(now, jnp.inf)
         grown = now * (1 + self.pace * (largest_growth - 1))
         return jnp.where(self.explodes, 1, jnp.where(self.pace > 0, grown, now))
 
-    def after(self, grad_norm: Any, gain: Array, scale: Array, progress: Array) -> "GainGrowth":
+    def after(
+        self, grad_norm: Any, gain: Array, scale: Array, progressed: Array, progress: Array
+    ) -> "GainGrowth":
         """Return what holds after an update with factors up to `gain`.
 
-        `grad_norm` is of the batch's mean gradient, `scale` the batch size over the base batch size, and
-        `progress` the base steps done.
+        `grad_norm` is of the batch's mean gradient, and `scale` the batch size over the base batch size. The
+        update was worth `progressed` base steps of the `progress` so far.
         """
         norm = jnp.asarray(grad_norm, self.mean.dtype)
+        is_finite = jnp.isfinite(norm)
+        norm = jnp.where(is_finite, norm, self.mean)
         # A smaller batch has larger norms. A larger one has smaller ones, which the mean comes to follow.
-        count = jnp.where(scale < self.scale, 0, self.num_norms)
-        is_known = count >= LEAST
+        # Gradients of zero say nothing.
+        is_new = (scale < self.scale) | (self.mean <= 0)
+        count = jnp.where(is_new, 0, self.num_norms)
         mean = jnp.where(count < 1, norm, self.mean)
+        is_known = count >= LEAST
         far = jnp.maximum(WIDTH * self.deviation, SHARE * mean)
         above = norm - mean
-        explodes = (gain > 1) & is_known & (above > far)
+        explodes = (gain > 1) & ((is_known & (above > far)) | ~is_finite)
         is_calm = (above <= MOST * far) | ~is_known
         above = jnp.where(is_calm, above, MOST * far)
         count = jnp.minimum(count + 1, MEMORY)
         borne = jnp.where(explodes, jnp.maximum(FALL * gain, 1), jnp.maximum(self.borne, gain))
         steepness = jnp.where(explodes, WARNED, self.steepness)
-        slowly = jnp.minimum(steepness * jnp.maximum(gain, 1) / jnp.maximum(progress, 1), 1)
+        slowly = jnp.minimum(steepness * progressed / jnp.maximum(progress, 1), 1)
         return dataclasses.replace(
             self,
             mean=mean + above / count,

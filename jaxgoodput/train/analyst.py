@@ -26,7 +26,7 @@ from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import DEPTH, Control, Requests
 from jaxgoodput.train.reporter import Reporter, WindowInputs, tune_end
 from jaxgoodput.train.watcher import StepResult
-from jaxgoodput.tune.batch import tune
+from jaxgoodput.tune.batch import tune, undo_leap
 from jaxgoodput.tune.block_times import BlockTimes
 from jaxgoodput.tune.cadence import FIRST_CADENCE, NoiseCadence
 from jaxgoodput.tune.drift import has_drifted
@@ -321,11 +321,11 @@ class Analyst:
         """
         is_there = self._scheduled() in (None, self._current.global_batch_size)
         has_leapt = self._adapt and self._evidence.level.leap is not None
-        if (is_there and not has_leapt) or not self._due.has_arrived(step) or self._due.is_judging:
+        if (is_there and not has_leapt) or not self._due.has_arrived(step):
             return False
         situation = self._situation(step)
-        verdict = tune(situation)
-        if verdict.config == self._current:
+        verdict = undo_leap(situation) if is_there else tune(situation)
+        if verdict is None or verdict.config == self._current:
             return False  # the next verdict says why
         self._conclude(TunerAnswer(situation=situation, verdict=verdict))
         return True
@@ -335,11 +335,14 @@ class Analyst:
         situation, verdict = answer.situation, answer.verdict
         current = situation.current
         self._timings.fits[current.strategy] = situation.here.fit
-        is_valid = current == self._current  # a verdict on a configuration no longer in use is void
+        # A verdict is void on a configuration no longer in use, and if it does not know of a leap.
+        has_leapt = self._adapt and self._evidence.level.leap is not None
+        is_valid = current == self._current and has_leapt <= (situation.leap is not None)
         is_switch = is_valid and verdict.config != current
         if is_switch:
-            if verdict.denied:
-                self._evidence.deny(*self._noise_and_rate())
+            leap = situation.leap
+            if verdict.denied and not (leap is not None and leap.stays):
+                self._evidence.deny(*self._noise_and_rate(), leaps=leap is not None)
             self._requests.post(Control(batch=verdict.config))
             self._due.posted(self._requests.num_batches)
             self._trials.switched(situation, verdict)
@@ -489,7 +492,8 @@ class Analyst:
         assert self._latest is not None
         metrics = self._latest.metrics
         scale = noise_scale(metrics.noise.expected, self._limits.base)
-        rate = self._learning_rate(metrics.progress)
+        at = metrics.progress, self._latest.ticket.samples, self._limits.base
+        rate = self._learning_rate(self._length.clock(*at))
         return float(scale), None if rate is None else float(rate)
 
     @property

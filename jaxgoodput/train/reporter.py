@@ -103,11 +103,8 @@ class Reporter:
         results, self._results = self._results, []
         seconds, self._start_s = now_s - self._start_s, now_s
         latest = results[-1]
-        # The argument that the optimizer's schedules are called with: see `Task.optimizer`.
-        at = latest.metrics.progress
-        if self._length.epochs is not None:
-            at = latest.ticket.samples / inputs.here.limits.base
-        rate = self._learning_rate(at)
+        at = latest.metrics.progress, latest.ticket.samples, inputs.here.limits.base
+        rate = self._learning_rate(self._length.clock(*at))
         self._tell(
             window_of(
                 results,

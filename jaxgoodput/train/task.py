@@ -89,10 +89,11 @@ class Task:
         raise _undefined(self, "optimizer", "optimizer(self): return optax.adam(1e-3), or another")
 
     def learning_rate(self, progress: Any) -> Any:
-        """Return the optimizer's learning rate at `progress`, for the dashboard; None if unknown.
+        """Return the optimizer's learning rate at `progress`; None if unknown.
 
         `progress` is the argument of schedules: see `optimizer`. An optax optimizer does not reveal its
-        schedule, so this method only fills a chart; `optimizer()` may pass it to optax as the schedule.
+        schedule. This method fills a chart, and says when a batch with which the loss leapt may be tried
+        again: once the rate has halved. `optimizer()` may pass it to optax as the schedule.
         """
         return None
 

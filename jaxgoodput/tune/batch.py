@@ -47,6 +47,8 @@ def tune(situation: Situation) -> Verdict:
         return follow_schedule(situation, situation.scheduled)
     if not situation.adapt:
         return situation.keep("keep: Config.policy asks for a fixed batch")
+    if (verdict := undo_leap(situation)) is not None:
+        return verdict
     if home is not None and home.config.strategy != current.strategy:
         return judge_trial(situation)
     verdict = choose_batch(situation)
@@ -96,9 +98,14 @@ def _of_samples(situation: Situation, wanted: int) -> BatchConfig | None:
 
 def undo_leap(situation: Situation) -> Verdict | None:
     """Return the verdict to go back because the loss has leapt since the batch has grown; None if not."""
-    here, leap = situation.here, situation.leap
-    config = None if leap is None else _of_samples(situation, leap.to.global_batch_size)
-    if leap is None or config is None or config == situation.current:
+    here, leap, current = situation.here, situation.leap, situation.current
+    if leap is None:
+        return None
+    config: BatchConfig | None = leap.to
+    placed = (leap.to.strategy, leap.to.num_replicas) == (current.strategy, current.num_replicas)
+    if not placed or leap.to.micro_batch_size not in here.ready:
+        config = _of_samples(situation, leap.to.global_batch_size)
+    if config is None or config == current:
         return None
     back, at, was = config.global_batch_size, leap.at.global_batch_size, estimate(leap.was)
     what = f"the loss was {was} before and is {estimate(leap.now)}"
@@ -127,7 +134,7 @@ def choose_batch(situation: Situation) -> Verdict:
     During a trial, the batch before it (`home`) is the incumbent: the run returns to it unless another
     batch, such as the one on trial, beats it.
     """
-    for rule in (undo_leap, _not_ready, denial, _first_probe):
+    for rule in (_not_ready, denial, _first_probe):
         if (verdict := rule(situation)) is not None:
             return verdict
     return _search(situation)

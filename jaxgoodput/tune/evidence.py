@@ -29,7 +29,7 @@ from jaxgoodput.goodput.search import BatchConfig
 
 # Ignored after a change, and until the gain rises by less per update: momentum and learning rate still follow
 # the batch before.
-SETTLE_STEPS, SETTLED = 10, 1.01
+SETTLE_STEPS, SETTLED = 10, 1.00001
 MIN_STEPS = 20  # needed for a slope
 ENOUGH = 2 * MIN_STEPS  # with so many a slope is not improved by steps far from the change
 # Samples on either side of a change that are compared with those on the other side, as a logarithm.
@@ -66,7 +66,7 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A ban on a batch size, and all larger ones, with which the loss fell more slowly."""
+    """A ban on a batch size, and all larger ones, with which the loss fell more slowly, or leapt."""
 
     was: Stretch
     """Stretch of the rejected batch."""
@@ -87,14 +87,14 @@ class Bar:
     ) -> bool:
         """Return whether the ban still holds: the noise scale has not doubled since, or is unknown.
 
-        After a leap of the loss, the noise does not matter: the user's own learning rate must have halved. If
-        that is unknown, four times the `samples` must have been trained on.
+        After a leap of the loss, the noise does not matter: the user's own learning rate must have halved, or
+        four times the `samples` must have been trained on.
         """
         if not self.is_leap:
             return not noise_scale > 2 * self.noise_scale
-        if learning_rate is None or self.learning_rate is None:
-            return not samples > 4 * self.was.until_samples
-        return learning_rate > self.learning_rate / 2
+        now, was = learning_rate, self.learning_rate
+        has_halved = now is not None and was is not None and now <= was / 2
+        return not (has_halved or samples > 4 * self.was.until_samples)
 
 
 def is_denied(before: Stretch, now: Stretch, throughput_ratio: float) -> bool:
@@ -121,7 +121,7 @@ class Evidence:
         self._points: list[Point] = []
         self._config: BatchConfig | None = None
         self._skip = 0
-        self._gain = 1.0  # of the last update
+        self._gain, self._samples = 1.0, 0  # of the last update
         self._before: Stretch | None = None
         self._after: Stretch | None = None  # once it is complete
         self._settled: Stretch | None = None  # the same without the part that catches up
@@ -148,6 +148,7 @@ class Evidence:
         `samples` were trained on since training began, `num_samples` of them in this update.
         """
         self.level.add(config, samples, loss, num_samples, explodes=explodes)
+        self._samples = samples
         old = self._config
         if old is None or config.global_batch_size != old.global_batch_size:
             self._earlier = self.by_batch
@@ -158,7 +159,7 @@ class Evidence:
         self._config = config
         rises, self._gain = gain > SETTLED * self._gain, gain
         if self._skip > 0 or (rises and not self._points):
-            self._skip -= 1
+            self._skip = max(self._skip - 1, 0)
             return
         at = math.log(max(samples, 1))
         if self._before is not None and self._after is None and at > self._changed + NEAR:
@@ -239,14 +240,19 @@ class Evidence:
         bars = [bar for bar in (self._denied, self._leapt) if bar is not None]
         return min(bars, key=lambda bar: bar.global_batch_size, default=None)
 
-    def deny(self, noise_scale: float, learning_rate: float | None = None) -> None:
-        """Ban the present batch and all larger ones (`Bar`); noise and learning rate are the present ones."""
+    def deny(
+        self, noise_scale: float, learning_rate: float | None = None, *, leaps: bool = False
+    ) -> None:
+        """Ban the present batch and all larger ones (`Bar`), because the loss falls too slowly or `leaps`.
+
+        Noise and learning rate are the present ones.
+        """
         now = self.now()  # later on, it is compared with what comes next
         assert now is not None
-        if self.level.leap is None:
+        if not leaps:
             self._denied = Bar(was=now, noise_scale=noise_scale)
         else:
-            was = Stretch(config=now.config, num_steps=0, until_samples=math.exp(self._changed))
+            was = Stretch(config=now.config, num_steps=0, until_samples=float(self._samples))
             self._leapt = Bar(was=was, is_leap=True, learning_rate=learning_rate)
 
     def review(self, noise_scale: float, learning_rate: float | None = None) -> None:

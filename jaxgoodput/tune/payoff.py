@@ -32,6 +32,10 @@ class RunLength:
             return progress / self.base_steps
         return samples / self.num_samples
 
+    def clock(self, progress: float, samples: int, base: int) -> float:
+        """Return what the optimizer's schedules are called with: see `Task.optimizer`."""
+        return progress if self.epochs is None else samples / base
+
     def scheduled(self, progress: float, samples: int) -> int | None:
         """Return the global batch that the user's schedule asks for now; None without a schedule."""
         if self.schedule is None:

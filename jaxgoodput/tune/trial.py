@@ -27,7 +27,9 @@ class Trials:
         )
         is_untried = math.isnan(verdict.goodput) or (is_untimed and not situation.disturbed)
         # A batch that the user's own schedule asks for is never on trial.
-        self.is_running = situation.scheduled is None and config != home and is_untried
+        # Nor is a batch that the run goes back to because of its losses.
+        is_chosen = situation.scheduled is None and not verdict.denied
+        self.is_running = is_chosen and config != home and is_untried
         self.home = here.config if self.is_running else None
         self.strategies.add(config.strategy)
 

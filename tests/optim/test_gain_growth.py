@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -38,7 +39,7 @@ def followed(norms, wanted, scales, start):
         norm, scale = given
         gain = jnp.minimum(jnp.minimum(wanted, scale), growth.limit(gain, GAIN_GROWTH))
         progress += gain
-        growth = growth.after(norm, gain, scale, progress)
+        growth = growth.after(norm, gain, scale, gain, progress)
         return (growth, gain, progress), (gain, growth.explodes)
 
     one = jnp.float32(1)
@@ -115,6 +116,27 @@ def test_growth_takes_a_share_of_the_progress_but_not_where_the_gain_has_been(st
         scales[num : num + 50] = 1.0
         again, _ = gains(np.ones(2000), wanted=4.0, scales=scales, start=start)
         assert again[num] == 1.0 and again[num + 50 + 30] == 4.0
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+def test_a_norm_that_is_not_finite_ends_the_gain_and_leaves_no_trace(odd):
+    norms = np.ones(400)
+    norms[0] = norms[100] = odd
+    found, explodes = gains(norms)
+    assert set(np.flatnonzero(explodes)) == {0, 100}
+    assert found[100] == 8.0 and found[101] == 1.0 and found[-1] == 8.0
+
+
+def test_gradients_that_were_zero_at_first_do_not_explode():
+    norms = np.concatenate([np.zeros(50), np.ones(1000)])
+    assert not gains(norms)[1].any()
+
+
+def test_no_limit_is_no_limit():
+    growth = GainGrowth.first().after(
+        1.0, jnp.float32(4), jnp.float32(8), jnp.float32(1), jnp.float32(1e9)
+    )
+    assert float(growth.limit(jnp.float32(4), float("inf"))) == float("inf")
 
 
 def test_at_a_gain_of_one_nothing_happens():

@@ -310,15 +310,19 @@ def test_a_leap_sends_the_run_back_at_once_until_the_rate_has_halved(course, exp
 
 
 def test_a_loss_that_does_not_come_back_sends_it_to_the_smallest_batch(course):
-    run, leapt = course(start=512), []
+    run, leapt = course(start=512, ready=(512,)), []
 
     def loss(size):
         leapt.extend([size] * (size > 2048))
         return 3.0 if leapt else 1.0
 
     run.loss = loss
-    used = run.go(800)
-    assert leapt and used[-1] == 512
+    for more in ((512, 2048), SIZES):
+        run.go(100)
+        run.ready = more
+    used = run.go(400)
+    first = used.index(8192)
+    assert used[first:].index(512) > used[first:].index(2048) > 0
     reasons = [e.verdict.reason for e in run.heard.verdicts if e.verdict.denied]
     assert len(reasons) == 2 and "has not come back with 2048 samples" in reasons[1]
 

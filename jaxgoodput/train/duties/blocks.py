@@ -196,7 +196,7 @@ class Blocks:
     def _pay(self, batch: BatchConfig) -> bool:
         """Whether a program of blocks would save more time than compiling it takes."""
         step_s, saved_s = self.analyst.step_s(batch), SAVED_S
-        if self.start.now.engine.layout.mesh.devices.flat[0].platform == "cpu":
+        if self.start.now.engine.blocks.is_on_cpu:
             saved_s = max(saved_s, SAVED_ON_CPU * step_s)
         compile_s = self.start.compile_s * self.start.now.engine.blocks.compile_cost
         return step_s < SHORT_S and self._left() * saved_s > compile_s
