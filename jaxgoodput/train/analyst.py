@@ -52,6 +52,10 @@ UNKNOWN_DOUBT = 1.0
 # Seconds between two looks at finished steps, and steps after which one comes earlier: short steps are dealt
 # with together.
 REST_S, MOST_TOGETHER = 0.02, 32
+EXPLODES = (
+    "step %d: the gradient explodes, with a norm of %.3g: the learning rate, %.3g times your own, "
+    "is too large at this batch. It is your own in the next step, and grows again more slowly."
+)
 
 
 class Analyst:
@@ -85,7 +89,6 @@ class Analyst:
         self._strategies = strategies
         self._current = current
         self._requests = requests
-        self._learning_rate = learning_rate
         self._clock = clock
         self._adapt = adapt
         # A schedule of the user's own needs the noise for what it changes.
@@ -102,6 +105,7 @@ class Analyst:
             epochs=config.epochs,
             dataset_size=dataset_size,
             schedule=schedule,
+            learning_rate=learning_rate,
         )
         self._timings = StrategyTimings(1, lambda seconds: book("first_execution", seconds))
         self._feeding = FeedingTimes()
@@ -131,7 +135,6 @@ class Analyst:
             config.reporting,
             length=self._length,
             hears_steps=hooking.hear(hooks, StepEnd),
-            learning_rate=learning_rate,
             clock=clock,
         )
         self._worker: QueueWorker[StepResult | TunerAnswer | Event] = QueueWorker(
@@ -214,7 +217,7 @@ class Analyst:
         if isinstance(item, StepResult):
             self._take(item)
         elif isinstance(item, TunerAnswer):
-            self._due.is_judging = False
+            self._due.is_judging, self._due.answer_s = False, item.cpu_s
             if not self._due.has_ended:
                 self._conclude(item)
         else:
@@ -245,6 +248,8 @@ class Analyst:
             seen = {"gain": metrics.gain, "explodes": metrics.explodes}
             at = ticket.config, ticket.samples
             self._evidence.add(*at, metrics.loss, ticket.num_samples, **seen)
+        if metrics.explodes:
+            logging.warning(EXPLODES, ticket.step, metrics.grad_norm, metrics.gain)
         self._reporter.add(result)
         if not ticket.is_last:
             return  # what follows is the same for all that were dispatched together
@@ -392,7 +397,7 @@ class Analyst:
         return Situation(
             step=step,
             here=here,
-            home=self._home(here),
+            home=home_of(self._trials.home, here, self._strategies, self._timings),
             others=tuple(
                 o for o in others if o.fit or o.config.strategy not in self._trials.strategies
             ),
@@ -453,22 +458,6 @@ class Analyst:
             switch_s=self._timings.switches.median_s,
         )
 
-    def _home(self, here: StrategyOption) -> StrategyOption | None:
-        """Return the configuration that was in use before the trial; None if there is no trial."""
-        config = self._trials.home
-        if config is None or config == here.config:
-            return None
-        if config.strategy == here.config.strategy:
-            return dataclasses.replace(here, config=config)
-        return self._timings.known(
-            StrategyOption(
-                config=config,
-                limits=self._strategies.limits(config.strategy),
-                placement=self._timings.placement(config),
-                ready=(config.micro_batch_size,),
-            )
-        )
-
     def _scheduled(self) -> int | None:
         """Return the global batch that the user's schedule asks for now; None without a schedule."""
         if self._latest is None:
@@ -490,11 +479,9 @@ class Analyst:
     def _noise_and_rate(self) -> tuple[float, float | None]:
         """Return the noise scale in samples, and the user's own learning rate if it is known."""
         assert self._latest is not None
-        metrics = self._latest.metrics
+        metrics, samples = self._latest.metrics, self._latest.ticket.samples
         scale = noise_scale(metrics.noise.expected, self._limits.base)
-        at = metrics.progress, self._latest.ticket.samples, self._limits.base
-        rate = self._learning_rate(self._length.clock(*at))
-        return float(scale), None if rate is None else float(rate)
+        return float(scale), self._length.rate(metrics.progress, samples, self._limits.base)
 
     @property
     def _table(self) -> TimingTable:
@@ -517,3 +504,24 @@ class Analyst:
     @property
     def _fit(self) -> PerfFit | None:
         return self._timings.fits.get(self._current.strategy)
+
+
+def home_of(
+    config: BatchConfig | None,
+    here: StrategyOption,
+    strategies: StrategyCompiler,
+    timings: StrategyTimings,
+) -> StrategyOption | None:
+    """Return the configuration in use before a trial, with its measurements; None without a trial."""
+    if config is None or config == here.config:
+        return None
+    if config.strategy == here.config.strategy:
+        return dataclasses.replace(here, config=config)
+    return timings.known(
+        StrategyOption(
+            config=config,
+            limits=strategies.limits(config.strategy),
+            placement=timings.placement(config),
+            ready=(config.micro_batch_size,),
+        )
+    )

@@ -59,7 +59,6 @@ class Reporter:
     """Sums steps up in windows of `window_s` seconds, and tells hooks about steps and windows.
 
     `tell` passes an event on to the hooks; `hears_steps` says whether any of them wants `StepEnd`.
-    `learning_rate` is the user's own schedule, for the dashboard.
     """
 
     def __init__(
@@ -69,14 +68,12 @@ class Reporter:
         *,
         length: RunLength,
         hears_steps: bool,
-        learning_rate: Callable[[float], float | None],
         clock: Clock,
     ):
         self._tell = tell
         self._config = config
         self._length = length
         self._hears_steps = hears_steps
-        self._learning_rate = learning_rate
         self._clock = clock
         self._results: list[StepResult] = []  # of the open window
         self._start_s = clock.now()
@@ -104,14 +101,14 @@ class Reporter:
         seconds, self._start_s = now_s - self._start_s, now_s
         latest = results[-1]
         at = latest.metrics.progress, latest.ticket.samples, inputs.here.limits.base
-        rate = self._learning_rate(self._length.clock(*at))
+        rate = self._length.rate(*at)
         self._tell(
             window_of(
                 results,
                 seconds,
                 inputs,
                 eta_s=_eta_s(results, self._length),
-                learning_rate=UNKNOWN if rate is None else float(rate),
+                learning_rate=UNKNOWN if rate is None else rate,
                 tokens_per_sample=float(self._config.tokens_per_sample or UNKNOWN),
             )
         )

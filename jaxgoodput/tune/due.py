@@ -7,6 +7,8 @@ from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS, Situation
 
 # Between two verdicts for which nothing was waited, and between two looks for a drift.
 LEAST_S = 0.5
+# And times what the last one took in CPU seconds: on few processors, steps wait for it.
+LEAST_TIMES = 50.0
 PATIENCE = 4  # times its usual length that a trial may take until its steps are timed
 CALM_STEPS = 8  # undisturbed steps after a compilation before their times are compared
 
@@ -32,6 +34,7 @@ class VerdictTimer:
     ):
         self.is_judging = False  # from a question to its answer
         self.judged: Situation | None = None  # what was asked about last
+        self.answer_s = 0.0  # CPU seconds of the last answer
         self.has_ended = False  # no verdict is of use any more
         self.is_disturbed = False  # whether a compilation competed with the newest step
         self._warm_up_steps = warm_up_steps
@@ -114,10 +117,11 @@ class VerdictTimer:
         if not (is_known and has_fit):
             every_steps = min(every_steps, self._warm_up_steps)
         since_s = now_s - self._asked_s
-        is_long = since_s >= LEAST_S or self._looked_s == math.inf
+        least_s = max(LEAST_S, LEAST_TIMES * self.answer_s)
+        is_long = since_s >= least_s or self._looked_s == math.inf
         if since_s >= self._every_s or (since_asked >= every_steps and is_long):
             return True
-        if since_asked < self._dwell_steps or now_s < self._looked_s + LEAST_S:
+        if since_asked < self._dwell_steps or now_s < self._looked_s + least_s:
             return False
         self._looked_s = now_s
         return has_drifted()

@@ -1,7 +1,8 @@
 """Estimates how much of the run is left, and whether that repays compiling other strategies."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jaxgoodput.goodput.efficiency import Grad, gain
 from jaxgoodput.tune.plan import scheduled
@@ -20,6 +21,8 @@ class RunLength:
     """Samples of the data set."""
     schedule: Mapping[int | float, int] | None = None
     """The user's own schedule: global batches by the share of the run at which they begin."""
+    learning_rate: Callable[[float], Any] = lambda at: None
+    """The user's own schedule of the learning rate; it may return None."""
 
     @property
     def num_samples(self) -> int:
@@ -32,9 +35,11 @@ class RunLength:
             return progress / self.base_steps
         return samples / self.num_samples
 
-    def clock(self, progress: float, samples: int, base: int) -> float:
-        """Return what the optimizer's schedules are called with: see `Task.optimizer`."""
-        return progress if self.epochs is None else samples / base
+    def rate(self, progress: float, samples: int, base: int) -> float | None:
+        """Return the user's own learning rate now; None if unknown."""
+        # The argument that the optimizer's schedules are called with: see `Task.optimizer`.
+        rate = self.learning_rate(progress if self.epochs is None else samples / base)
+        return None if rate is None else float(rate)
 
     def scheduled(self, progress: float, samples: int) -> int | None:
         """Return the global batch that the user's schedule asks for now; None without a schedule."""

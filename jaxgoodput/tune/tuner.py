@@ -6,6 +6,7 @@ a newer one will follow.
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ class TunerAnswer:
 
     situation: Situation
     verdict: Verdict
+    cpu_s: float = 0.0
+    """CPU seconds that it took."""
 
 
 def answer(situation: Situation) -> TunerAnswer:
@@ -75,5 +78,7 @@ class Tuner:
         self._worker.close()
 
     def _handle(self, situation: Situation) -> None:
-        self._on_answer(self._answer(situation))
+        began_s = time.thread_time()
+        answer = self._answer(situation)
+        self._on_answer(dataclasses.replace(answer, cpu_s=time.thread_time() - began_s))
         self._idle.set()
