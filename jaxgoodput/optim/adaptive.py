@@ -576,9 +576,10 @@ class _Adaptive:
         return jnp.concatenate(moments), jnp.stack(weights), new_squares / sum_growth
 
 
-def _squared(x: Array) -> Array:
+def _squared(leaf: Any) -> Array:
     """Return the squared norm of a leaf, in single precision at least."""
-    return jnp.sum(jnp.square(jnp.abs(x).astype(wide_dtype(x.real.dtype))))
+    size = jnp.abs(jnp.asarray(leaf))
+    return jnp.sum(jnp.square(size.astype(wide_dtype(size.dtype))))
 
 
 def _given(

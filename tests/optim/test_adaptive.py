@@ -364,6 +364,9 @@ def test_a_decision_made_apart_gives_the_same_update():
         about = {"global_batch_size": 3 * BASE, "noise": sample(1.0, 3.0)}
         whole = tx.update(gradients(step), state, PARAMS, **about)
         decided = tx.decide(gradients(step), state, **about)
+        norm = optax.tree.norm(gradients(step))
+        own = adaptation.watched(decided.own, norm, jnp.float32(3), decided.progressed)
+        decided = dataclasses.replace(decided, own=own)
         apart = tx.update(gradients(step), state, PARAMS, **about, decided=decided)
         jax.tree.map(np.testing.assert_array_equal, whole, apart)
         _, state = whole

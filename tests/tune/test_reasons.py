@@ -63,8 +63,8 @@ def a_stretch(draw, config):
 
 
 def a_leap(draw, before, config):
-    was = draw(st.floats(-10, 10))
-    now = was + draw(st.floats(0.1, 1e4))
+    was = draw(st.integers(-1000, 1000)) / 100
+    now = was + draw(st.integers(1, 10**6)) / 100
     return Leap(
         to=before,
         at=config,
