@@ -1,6 +1,7 @@
 """A gradient that explodes lowers the gain at once; one that only varies does not."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ def followed(norms, wanted, scales, start):
     return jax.lax.scan(step, (GainGrowth.first(), one, start * one), (norms, scales))[1]
 
 
-def gains(norms, wanted=8.0, scales=64.0, start=0.0):
+def gains(norms, wanted=8.0, scales: Any = 64.0, start=0.0):
     norms = jnp.asarray(norms, jnp.float32)
     scales = jnp.broadcast_to(jnp.asarray(scales, jnp.float32), norms.shape)
     return [np.asarray(x) for x in followed(norms, wanted, scales, start)]
