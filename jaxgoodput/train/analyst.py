@@ -245,9 +245,14 @@ class Analyst:
         )
         self._learn_time(result, is_changed=is_changed)
         if metrics.is_finite:
-            seen = {"gain": metrics.gain, "explodes": metrics.explodes}
-            at = ticket.config, ticket.samples
-            self._evidence.add(*at, metrics.loss, ticket.num_samples, **seen)
+            self._evidence.add(
+                ticket.config,
+                ticket.samples,
+                metrics.loss,
+                ticket.num_samples,
+                gain=metrics.gain,
+                explodes=metrics.explodes,
+            )
         if metrics.explodes:
             logging.warning(EXPLODES, ticket.step, metrics.grad_norm, metrics.gain)
         self._reporter.add(result)
