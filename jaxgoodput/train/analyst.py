@@ -245,14 +245,9 @@ class Analyst:
         )
         self._learn_time(result, is_changed=is_changed)
         if metrics.is_finite:
-            self._evidence.add(
-                ticket.config,
-                ticket.samples,
-                metrics.loss,
-                ticket.num_samples,
-                gain=metrics.gain,
-                explodes=metrics.explodes,
-            )
+            update = ticket.config, ticket.samples, metrics.loss, ticket.num_samples
+            explodes = bool(metrics.explodes)
+            self._evidence.add(*update, gain=metrics.gain, explodes=explodes)
         if metrics.explodes:
             logging.warning(EXPLODES, ticket.step, metrics.grad_norm, metrics.gain)
         self._reporter.add(result)
