@@ -43,7 +43,7 @@ class VerdictTimer:
         self._every_steps = every_steps
         self._depth = depth
         self._num_steps = 0
-        self._asked_s, self._asked_at = now_s, 0
+        self._asked = now_s, 0  # second and step of the last question
         self._looked_s = math.inf  # for a drift; until the first question there is none to look for
         # No change that would have to settle first.
         self._changed_at, self._changed_s = -dwell_steps, -math.inf
@@ -106,17 +106,18 @@ class VerdictTimer:
         if is_trial:
             num_steps = self.steps_since_change(step)
             return num_steps >= PROBE_STEPS and (is_timed() or num_steps >= PATIENCE * PROBE_STEPS)
-        if self._asked_at < self._changed_at:  # the batch may have further to go
+        asked_s, asked_at = self._asked
+        if asked_at < self._changed_at:  # the batch may have further to go
             return self.steps_since_change(step) >= self._dwell_steps
         if self._was_unknown and is_known:
             return True
         if self._was_disturbed and not self.is_disturbed:
             return True
-        since_asked = step - self._asked_at
+        since_asked = step - asked_at
         every_steps = self._every_steps
         if not (is_known and has_fit):
             every_steps = min(every_steps, self._warm_up_steps)
-        since_s = now_s - self._asked_s
+        since_s = now_s - asked_s
         least_s = max(LEAST_S, LEAST_TIMES * self.answer_s)
         is_long = since_s >= least_s or self._looked_s == math.inf
         if since_s >= self._every_s or (since_asked >= every_steps and is_long):
@@ -134,5 +135,5 @@ class VerdictTimer:
 
     def asked(self, now_s: float, step: int, *, is_known: bool) -> None:
         """Note that the tuner is asked now, which puts off the next question."""
-        self._asked_s, self._asked_at, self._looked_s = now_s, step, now_s
+        self._asked, self._looked_s = (now_s, step), now_s
         self._was_unknown, self._was_disturbed = not is_known, self.is_disturbed
