@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxgoodput.tune.due import CALM_STEPS, LEAST_S, PATIENCE, VerdictTimer
+from jaxgoodput.tune.due import CALM_STEPS, LEAST_S, LEAST_TIMES, PATIENCE, VerdictTimer
 from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS
 
 DEPTH = 2
@@ -67,6 +67,15 @@ def test_a_drift_calls_for_a_verdict_but_is_not_looked_for_at_every_step(step_s,
     soon = max(at + 1, LEAST_S / step_s)
     asked = run.go(math.ceil(LEAST_S / step_s) + 1)
     assert asked and asked[0] <= soon + LEAST_S / step_s + 1
+
+
+@pytest.mark.parametrize("answer_s", [0.02, 0.1, 1.0])
+def test_verdicts_take_a_small_share_of_the_time_however_dear_they_are(answer_s):
+    run = Run(0.1)
+    run.due.answer_s = answer_s
+    asked = run.go(4_000)
+    assert len(asked) * answer_s <= 400 / LEAST_TIMES + 2 * answer_s
+    assert len(asked) >= 400 / max(LEAST_TIMES * answer_s, 5.0) - 2, "but they do come"
 
 
 def test_the_first_verdict_waits_for_no_time():
