@@ -62,8 +62,8 @@ class Tuning:
     """Seconds between two verdicts, unless `every_steps` is reached first, or noise, step times or loss have
     changed so much that the last verdict may no longer hold."""
     every_steps: Annotated[Count, PRACTICALLY] = 200
-    """Steps between two verdicts, unless `every_s` is reached first, or much has changed. They take half a
-    second at least, and 50 times what a verdict takes."""
+    """Steps between two verdicts, unless `every_s` is reached first, or much has changed. If these
+    steps take less than half a second, or 50 times what a verdict takes, it comes later."""
     accumulate: bool = True
     """Whether a batch may consist of several micro-batches per replica."""
     fixed_tolerance: Share = 0.0
