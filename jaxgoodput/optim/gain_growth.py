@@ -2,8 +2,8 @@
 
 The noise says how large the gain of a batch may be if noise is all that limits the learning rate. It does
 not know which rate a network bears. Where that is less, parameters swing ever farther along the directions
-of the largest curvature. The gradient shows that first: when its norm is three times what it was, the loss
-has hardly changed, and ten updates later the network may be lost. The tuner hears of a step a few steps
+of the largest curvature. The gradient shows that first, and ten updates later the network may be lost. The
+loss may leap all the same, and comes back. The tuner hears of a step a few steps
 later, which may be hundreds of short ones. So the step itself compares the norm with its own past. Once it is
 far above, the gain falls to 1, where the swinging ends.
 
