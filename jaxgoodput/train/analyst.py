@@ -304,7 +304,7 @@ class Analyst:
             self._due.asked(now_s, step, is_known=is_known)
             self._evidence.review(*self._noise_and_rate())
         # At every step at first, while most time is left; it does not wait for the tuner.
-        is_time = is_due or self._due.is_warming_up or self._compiling.is_time(step)
+        is_time = is_due or self._due.is_warming_up or self._compiling.is_time(step, now_s)
         is_settled = not self._trials.is_running and self._due.has_arrived(step)
         if self._compiling.is_open and is_time and is_settled:
             self._compiling.consider(

@@ -49,7 +49,9 @@ TRIAL_WAIT_S = (
     5.0  # for the trial of a compiled size, before the noise of the one in use is measured
 )
 PATIENCE = 3.0  # times as long as expected that training waits for a compilation
-CONSIDER_EVERY = 16  # steps between two looks at whether compiling another size pays
+# Steps between two looks at whether compiling another size pays. Of a long run's short steps one look takes
+# as long as two, so a share of the time passed lies between them too, and half a second at most.
+CONSIDER_EVERY, CONSIDER_SHARE, CONSIDER_S = 16, 0.02, 0.5
 COMPILER_CORES = 1.8  # that a compilation keeps busy
 LEAST_DELAY, MOST_DELAY = 0.1, 0.9  # shares of a compilation's seconds, on a CPU
 
@@ -530,12 +532,13 @@ class CompilationStarter:
         self._strategy = ""  # whose size is being compiled
         self._latest: BatchConfig | None = None
         self._num_steps = 0  # with it, since its trial
-        self._considered_at = 0  # step
+        self._considered_at, self._considered_s = 0, began_s  # step and time
         self._due_since_s = began_s  # when no trial was due last
 
-    def is_time(self, step: int) -> bool:
+    def is_time(self, step: int, now_s: float) -> bool:
         """Whether to `consider` another size again."""
-        return step >= self._considered_at + CONSIDER_EVERY
+        rest_s = min(CONSIDER_SHARE * (now_s - self._began_s), CONSIDER_S)
+        return step >= self._considered_at + CONSIDER_EVERY and now_s >= self._considered_s + rest_s
 
     @property
     def outlook(self) -> str:
@@ -599,7 +602,7 @@ class CompilationStarter:
     ) -> None:
         """Start compiling another size of the strategy in use if it pays, or all strategies if `of_all`."""
         strategies = self._strategies
-        self._considered_at = situation.step
+        self._considered_at, self._considered_s = situation.step, now_s
         whole_s = WHOLE * self._compile_s
         num_strategies = strategies.num_strategies
         if of_all and num_strategies > 1:
