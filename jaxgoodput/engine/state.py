@@ -9,6 +9,7 @@ old value is refused from then on (`TrainState.require_alive`, `Work.require_unu
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic
 
@@ -20,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 from jaxgoodput._pytree import one_vector, static, struct
+from jaxgoodput.goodput.efficiency import GradGroups
 from jaxgoodput.goodput.intervals import UNKNOWN_INTERVAL, NoiseInterval, noise_interval
 from jaxgoodput.optim.adaptation import NoiseReadout, Number
 from jaxgoodput.optim.noise import MeasuredGroups
@@ -371,12 +373,20 @@ class StepMetrics(Generic[Number]):
     """Factor that the update was multiplied by, mean over label groups."""
     explodes: Number
     """Whether the gradient is so much larger than before that the next update has a gain of at most 1."""
+    most_gain: Number
+    """Base steps that a step may be worth, at most; infinite if no earlier explosion limits it."""
     noise: NoiseReadout[Number]
     """Estimate of the gradient noise after this step."""
     measured: MeasuredGroups[Number]
     """What this estimate rests on, by group of parameters."""
     aux: Mapping[str, Number]
     """User's own numbers, averaged over samples."""
+
+    @property
+    def grad(self: "StepMetrics[float]") -> GradGroups:
+        """Moments of the gradient for decisions, and what else limits a step's worth. Host values only."""
+        most = None if math.isinf(self.most_gain) else self.most_gain
+        return dataclasses.replace(self.noise.expected, most_gain=most)
 
     def noise_interval(self: "StepMetrics[float]", base_batch_size: int) -> NoiseInterval:
         """Return the noise scale with its 80 % interval, NaN if too little is known. Host values only."""
@@ -415,7 +425,7 @@ class StepMetrics(Generic[Number]):
 
 
 _KINDS = StepMetrics[type](
-    **dict.fromkeys(("loss", "weight", "grad_norm", "progress", "gain"), float),
+    **dict.fromkeys(("loss", "weight", "grad_norm", "progress", "gain", "most_gain"), float),
     **dict.fromkeys(("num_skipped", "skipped_in_a_row", "num_samples", "num_groups"), int),
     is_finite=bool,
     explodes=bool,

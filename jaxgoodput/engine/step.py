@@ -674,6 +674,7 @@ def _metrics(
 ) -> StepMetrics[Array]:
     """Return what to report of a batch, after the update to `state`."""
     samples = jnp.maximum(total.samples, 1.0)
+    growth = adaptation.find(state.opt_state).growth
     return StepMetrics(
         loss=loss,
         weight=total.weight,
@@ -685,7 +686,8 @@ def _metrics(
         num_groups=total.groups,
         progress=adaptation.progress(state.opt_state),
         gain=adaptation.gain(state.opt_state).mean(),
-        explodes=adaptation.find(state.opt_state).growth.explodes,
+        explodes=growth.explodes,
+        most_gain=growth.most_worth,
         noise=adaptation.readout(state.opt_state),
         measured=adaptation.measured_groups(state.opt_state),
         aux={name: value / wide(samples, like=value) for name, value in total.aux.items()},

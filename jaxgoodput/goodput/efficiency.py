@@ -45,6 +45,9 @@ class GradGroups:
     known: Any = True
     """Whether enough was measured, a scalar. If False, JAX arrays hold finite placeholders; numpy arrays are
     NaN."""
+    most_gain: Any = None
+    """Base steps that a step above the base batch may be worth, at most; None for no limit. The noise does not
+    know it: it is set on the host after the gradient has exploded."""
 
 
 Grad: TypeAlias = GradParams | GradGroups
@@ -86,7 +89,7 @@ def efficiency(grad: Grad, scale: Numeric) -> Numeric:
 
     It is 1 at the base batch, in (0, 1] above it, and 1 or more below it. For groups with shares s_i of the
     signal and noise scales n_i it is sum_i s_i (n_i + base) / (n_i + batch). Above the base batch this never
-    exceeds the efficiency of the pooled moments (Jensen's inequality). If no group has any signal, the pooled
+    exceeds the efficiency of the pooled moments (Jensen's inequality), nor `most_gain` of a step. If no group has any signal, the pooled
     moments are used.
 
     >>> even = GradGroups(sqr=np.array([1.0, 1.0]), var=np.array([0.0, 1e9]))
@@ -103,6 +106,8 @@ def efficiency(grad: Grad, scale: Numeric) -> Numeric:
     pooled = efficiency(GradParams(sqr=signal, var=xp.sum(grad.var, axis=-1)), scale)
     # Written with `<=`, because a NaN must stay a NaN.
     worth = _or_nan(xp.where(signal <= 0, pooled, mean), grad.known)
+    if grad.most_gain is not None:
+        worth = xp.where(scale > 1, xp.minimum(worth, grad.most_gain / scale), worth)
     return xp.where(scale == 1, 1.0, worth)
 
 

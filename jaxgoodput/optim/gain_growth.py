@@ -9,8 +9,11 @@ far above, the gain falls to 1, where the swinging ends.
 
 For that to be in time, the gain must not be far beyond what is borne by then. It grows quickly only up to the
 largest gain that it had before. Beyond, the more slowly the longer the run is: four times the gain takes a
-twentieth of the progress so far. After an explosion it grows quickly up to half of what it was, and beyond
-that doubles while the progress doubles.
+twentieth of the progress so far.
+
+An explosion leaves a limit: half of the gain that it had. The limit grows in proportion to the progress, with
+whatever batch, and is gone once it has doubled. Until then it is reported (`most_worth`), because a larger
+batch is worth no more than the limit allows.
 
 At a gain of 1 nothing is done: the user's own learning rate is the user's own.
 """
@@ -31,10 +34,10 @@ WIDTH, SHARE = 8.0, 2.0
 # The gain does not grow while the norm is above.
 MOST = 0.25
 FALL = 0.5  # of the gain, to which it rises quickly again
-# The share of the largest growth that an update may have, for each share of the progress that it is worth;
-# before and after an explosion. If the largest growth is 5 %, the gain grows by 30 % or 1 % while the
-# progress grows by 1 %.
-UNTRIED, WARNED = 600.0, 20.0
+# The share of the largest growth that an update may have, for each share of the progress that it is worth. If
+# the largest growth is 5 %, the gain grows by 30 % while the progress grows by 1 %.
+UNTRIED = 600.0
+REGROWTH = 0.05  # of the limit after an explosion, most per update: a young run has soon doubled its progress
 
 
 @struct
@@ -50,9 +53,11 @@ class GainGrowth:
     scale: Any
     """Batch size of the last one, over the base batch size."""
     borne: Any
-    """Gain up to which it grows quickly."""
-    steepness: Any
-    """`UNTRIED`, or `WARNED` after an explosion."""
+    """Gain up to which it grows quickly; after an explosion it grows no further."""
+    worth: Any
+    """Base steps that an update is worth with that gain."""
+    exploded: Any
+    """Gain of the last explosion; 0 once `borne` is as large."""
     pace: Any
     """Share of the largest growth per update that the next one may have."""
     explodes: Any
@@ -68,7 +73,8 @@ class GainGrowth:
             num_norms=zero,
             scale=zero,
             borne=zero + 1,
-            steepness=zero + UNTRIED,
+            worth=zero + 1,
+            exploded=zero,
             pace=zero + 1,
             explodes=zero > 1,
         )
@@ -80,7 +86,13 @@ class GainGrowth:
         if math.isinf(largest_growth):
             return jnp.full_like(now, jnp.inf)
         grown = now * (1 + self.pace * (largest_growth - 1))
+        grown = jnp.where(self.exploded > 0, jnp.minimum(grown, self.borne), grown)
         return jnp.where(self.explodes, 1, jnp.where(self.pace > 0, grown, now))
+
+    @property
+    def most_worth(self) -> Array:
+        """Base steps that an update may be worth, at most; infinite if no explosion limits it."""
+        return jnp.where(self.exploded > 0, self.worth, jnp.inf)
 
     def after(
         self, grad_norm: Any, gain: Array, scale: Array, progressed: Array, progress: Array
@@ -105,9 +117,16 @@ class GainGrowth:
         is_calm = (above <= MOST * far) | ~is_known
         above = jnp.where(is_calm, above, MOST * far)
         count = jnp.minimum(count + 1, MEMORY)
-        borne = jnp.where(explodes, jnp.maximum(FALL * gain, 1), jnp.maximum(self.borne, gain))
-        steepness = jnp.where(explodes, WARNED, self.steepness)
-        slowly = jnp.minimum(steepness * progressed / jnp.maximum(progress, 1), 1)
+        share = progressed / jnp.maximum(progress, 1)
+        regrown = jnp.where(self.exploded > 0, 1 + jnp.minimum(share, REGROWTH), 1)
+
+        def limited(now: Array, most: Array) -> Array:
+            left = jnp.maximum(FALL * now, 1)
+            return jnp.where(explodes, left, jnp.maximum(regrown * most, now))
+
+        borne = limited(gain, self.borne)
+        exploded = jnp.where(explodes, gain, self.exploded)
+        slowly = jnp.minimum(UNTRIED * share, 1)
         return dataclasses.replace(
             self,
             mean=mean + above / count,
@@ -115,7 +134,8 @@ class GainGrowth:
             num_norms=count,
             scale=scale,
             borne=borne,
-            steepness=steepness,
+            worth=limited(progressed, self.worth),
+            exploded=jnp.where(exploded > borne, exploded, 0),
             pace=jnp.where(is_calm, jnp.where(gain < borne, 1, slowly), 0),
             explodes=explodes,
         )

@@ -269,8 +269,10 @@ class Analyst:
         if ticket.measured and result.metrics.is_finite and noise.newest_samples > 0:
             self._cadence.measured_at = float(ticket.step)
         if ticket.measured:
-            self._history.add_noise(result.metrics.progress, noise.expected, noise.newest_samples)
-        self._evidence.calibrate(noise.expected, self._config.batch.base)
+            self._history.add_noise(
+                result.metrics.progress, result.metrics.grad, noise.newest_samples
+            )
+        self._evidence.calibrate(result.metrics.grad, self._config.batch.base)
 
     def _learn_time(self, result: StepResult, *, is_changed: bool) -> None:
         ticket, parts = result.ticket, result.parts
@@ -381,7 +383,7 @@ class Analyst:
 
     def _account(self) -> AccountState | None:
         assert self._latest is not None
-        left_s = self._left_s(self._latest.metrics.noise.expected)
+        left_s = self._left_s(self._latest.metrics.grad)
         return self._compiling.account(self._clock.now(), left_s)
 
     # -- the situation ---------------------------------------------------------------------------
@@ -401,7 +403,7 @@ class Analyst:
             others=tuple(
                 o for o in others if o.fit or o.config.strategy not in self._trials.strategies
             ),
-            grad=self._evidence.calibration.corrected(noise.expected),
+            grad=self._evidence.calibration.corrected(metrics.grad),
             noise_factor=self._evidence.calibration.factor,
             noise_is_guess=noise.is_guess,
             measured=metrics.measured,
@@ -426,7 +428,7 @@ class Analyst:
             bar=self._evidence.bar,
             leap=self._evidence.level.leap,
             floor=self._history.floor(current, samples, share_done),
-            left_s=self._left_s(noise.expected),
+            left_s=self._left_s(metrics.grad),
             step_s=self._timings.step_s(current),
             fixed_s=self._strategies.fixed_s,
             outlook=self._compiling.outlook,
@@ -480,7 +482,7 @@ class Analyst:
         """Return the noise scale in samples, and the user's own learning rate if it is known."""
         assert self._latest is not None
         metrics, samples = self._latest.metrics, self._latest.ticket.samples
-        scale = noise_scale(metrics.noise.expected, self._limits.base)
+        scale = noise_scale(metrics.grad, self._limits.base)
         return float(scale), self._length.rate(metrics.progress, samples, self._limits.base)
 
     @property

@@ -219,7 +219,7 @@ def _worth(latest: StepResult, limits: BatchLimits) -> float:
     """Return the statistical efficiency of a step's batch; NaN if the noise is unknown."""
     scale = latest.ticket.config.global_batch_size / limits.base
     if latest.metrics.noise.is_known:
-        return float(efficiency(latest.metrics.noise.expected, scale))
+        return float(efficiency(latest.metrics.grad, scale))
     return 1.0 if scale == 1 else UNKNOWN  # the base batch has efficiency 1 whatever the noise
 
 
@@ -228,7 +228,7 @@ def _predicted_s(latest: StepResult, here: StrategyOption) -> float:
     if here.fit is None:
         return UNKNOWN
     config = latest.ticket.config
-    model = here.model(latest.metrics.noise.expected)
+    model = here.model(latest.metrics.grad)
     throughput = model.throughput(here.placement, config.micro_batch_size, config.num_micro_batches)
     return config.global_batch_size / float(throughput)
 
@@ -238,7 +238,7 @@ def _expected_gain(latest: StepResult, before: Stretch | None, limits: BatchLimi
     if before is None:
         return UNKNOWN
     scale = before.config.global_batch_size / limits.base
-    then = float(efficiency(latest.metrics.noise.expected, scale))
+    then = float(efficiency(latest.metrics.grad, scale))
     return before.gained * _worth(latest, limits) / then
 
 

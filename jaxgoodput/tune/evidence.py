@@ -28,8 +28,8 @@ from jaxgoodput.goodput.leap import LossLevel
 from jaxgoodput.goodput.search import BatchConfig
 
 # Ignored after a change, and until the gain rises by less per update: momentum and learning rate still follow
-# the batch before.
-SETTLE_STEPS, SETTLED = 10, 1.00001
+# the batch before. The limit after an explosion of the gradient rises more slowly, for long.
+SETTLE_STEPS, SETTLED = 10, 1.001
 MIN_STEPS = 20  # needed for a slope
 ENOUGH = 2 * MIN_STEPS  # with so many a slope is not improved by steps far from the change
 # Samples on either side of a change that are compared with those on the other side, as a logarithm.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxgoodput.goodput.efficiency import Grad, is_known
+from jaxgoodput.goodput.efficiency import Grad, GradGroups, is_known
 from jaxgoodput.goodput.fit import PerfFit, StepTimings
 from jaxgoodput.goodput.intervals import UNKNOWN_INTERVAL, NoiseInterval, noise_interval
 from jaxgoodput.goodput.leap import Leap
@@ -167,6 +167,11 @@ class Situation:
     def measured_grad(self) -> Grad:
         """The moments as the gradients show them, without the correction by the loss."""
         return dataclasses.replace(self.grad, var=self.grad.var / self.noise_factor)
+
+    @property
+    def most_gain(self) -> float | None:
+        """Base steps that a step may be worth, at most, after an explosion of the gradient; None: any."""
+        return self.grad.most_gain if isinstance(self.grad, GradGroups) else None
 
     @property
     def noise_interval(self) -> NoiseInterval:

@@ -47,6 +47,23 @@ def followed(norms, wanted, scales, start):
     return jax.lax.scan(step, (GainGrowth.first(), one, start * one), (norms, scales))[1]
 
 
+@jax.jit
+def limits(norms, wanted, power, scales, start):
+    """Of each update: its factor, and what an update may be worth; worth grows with a power of the factor."""
+
+    def step(carry, given):
+        growth, factor, progress = carry
+        norm, scale = given
+        factor = jnp.minimum(jnp.where(scale > 1, wanted, 1), growth.limit(factor, GAIN_GROWTH))
+        worth = factor**power
+        progress += worth
+        growth = growth.after(norm, factor, scale, worth, progress)
+        return (growth, factor, progress), (factor, worth, growth.most_worth, progress)
+
+    one = jnp.float32(1)
+    return jax.lax.scan(step, (GainGrowth.first(), one, start * one), (norms, scales))[1]
+
+
 def gains(norms, wanted=8.0, scales: Any = 64.0, start=0.0):
     norms = jnp.asarray(norms, jnp.float32)
     scales = jnp.broadcast_to(jnp.asarray(scales, jnp.float32), norms.shape)
@@ -102,6 +119,35 @@ def test_after_it_the_gain_grows_quickly_to_half_and_slowly_beyond():
     progress = 1e4 + np.cumsum(found)
     again = half + int(np.argmax(found[half:] >= 0.75 * 8))
     assert again > half and progress[again] > 1.4 * progress[half]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    start=st.floats(1e3, 1e5),
+    wanted=st.floats(2.5, 16.0),
+    power=st.sampled_from([1.0, 2.0]),
+    stays=st.booleans(),
+)
+def test_after_it_a_limit_is_reported_that_holds_and_is_gone_once_progress_has_doubled(
+    start, wanted, power, stays
+):
+    """For rules whose factor is the worth of an update, as SGD's, and for its root, as Adam's."""
+    norms, scales = np.ones(8000, np.float32), np.full(8000, 64.0, np.float32)
+    norms[1000] = 10.0
+    if not stays:
+        scales[1001:7000] = 1.0  # the base batch meanwhile: the limit grows all the same
+    found = limits(norms, wanted, power, scales, np.float32(start))
+    factor, worth, most, progress = map(np.asarray, found)
+    assert np.isinf(most[:1000]).all() and factor[1000] > 1.5
+    assert most[1000] == pytest.approx(max(worth[1000] / 2, 1), rel=1e-4)
+    holds = np.flatnonzero(np.isfinite(most))
+    assert list(holds) == list(range(1000, holds[-1] + 1)), "one stretch"
+    assert np.all(factor[holds[1:]] <= 1.001 * factor[1000])
+    assert np.all(
+        worth[holds[1:]] <= np.maximum(1.002 * most[holds[:-1]] * 2 ** (power - 1), 1.001)
+    )
+    if holds[-1] < 7999:
+        assert progress[holds[-1]] / progress[1000] == pytest.approx(2, rel=0.1)
 
 
 @settings(max_examples=20, deadline=None)
@@ -197,7 +243,7 @@ def test_a_rate_that_is_not_borne_destroys_nothing(share, noise, momentum, scale
     """Whatever the noise says."""
     before, after, state = descent(share, noise, momentum, scale, seed)
     usual = float(np.mean(before[100:]))
-    event(f"exploded: {float(adaptation.find(state).growth.steepness) < 100}")
+    event(f"exploded: {float(adaptation.find(state).growth.exploded) > 0}")
     assert np.max(after) < 1e5 * usual
     assert np.median(after[-100:]) < 20 * usual
 

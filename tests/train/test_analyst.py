@@ -1,5 +1,7 @@
 """When the analyst asks, and what a run of steps makes of the answers; steps here are made up."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -111,6 +113,7 @@ class Course:
         self.loss = lambda size: 1.0  # after a step of this size
         self.rate = 0.1  # the user's own
         self.explodes = lambda size: False  # the gradient, at this size
+        self.most_gain = math.inf  # base steps that a step may be worth
         self.factors = {True: 1.0, False: 1.0}  # of the time of measured and of plain steps
         self.config = BatchConfig(micro_batch_size=start, num_micro_batches=1, num_replicas=1)
         usual = {"tuning__dwell_steps": 10, "tuning__every_steps": 4, "tuning__warm_up_steps": 4}
@@ -199,6 +202,7 @@ class Course:
             progress=float(self.step),
             gain=1.0,
             explodes=self.explodes(size),
+            most_gain=self.most_gain,
             noise=noise,
             measured=MeasuredGroups(
                 sqr=np.array([1e-6]), sqr_error=np.array([1e-7]), var_error=0.01
@@ -307,6 +311,24 @@ def test_a_leap_sends_the_run_back_at_once_until_the_rate_has_halved(course, exp
     run.rate = 0.05
     assert 8192 in run.go(100)
     assert run.config.micro_batch_size == 8192
+
+
+def test_one_explosion_limits_what_larger_batches_are_worth_until_the_limit_has_grown(course):
+    run = course(start=2048)
+    run.go(150)
+    assert run.config.micro_batch_size == 8192
+    run.most_gain = 2.0  # a step of 8,192 samples was worth nearly 16 base steps
+    run.go(100)
+    best = min((512, 2048, 8192), key=lambda size: STEP_S[size] / min(size / 512, 2.0))
+    assert run.config.micro_batch_size == best < 8192
+    why = "because the gradient has exploded, no step is worth more than 2 base steps yet"
+    assert why in run.heard.verdicts[-1].verdict.reason
+    run.most_gain = 14.0
+    run.go(100)
+    assert run.config.micro_batch_size == 8192
+    run.most_gain = math.inf
+    run.go(30)
+    assert "exploded" not in run.heard.verdicts[-1].verdict.reason
 
 
 def test_a_loss_that_does_not_come_back_sends_it_to_the_smallest_batch(course):

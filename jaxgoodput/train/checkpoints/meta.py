@@ -19,7 +19,7 @@ from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.observe.badput import SavedLedger
 from jaxgoodput.tune.timings import TimingRow
 
-VERSION = 6  # of the metadata
+VERSION = 7  # of the metadata
 OWN_STATE = ".opt_state.own"  # path of what `adaptive` adds to the optimizer's state
 OPTIMIZER_STATE = ".opt_state"
 AVERAGE = ".ema"  # path of the average of the parameters
