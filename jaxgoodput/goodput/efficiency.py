@@ -46,8 +46,8 @@ class GradGroups:
     """Whether enough was measured, a scalar. If False, JAX arrays hold finite placeholders; numpy arrays are
     NaN."""
     most_gain: Any = None
-    """Base steps that a step above the base batch may be worth, at most; None for no limit. The noise does not
-    know it: it is set on the host after the gradient has exploded."""
+    """Base steps that a step above the base batch may be worth, at most; None for no limit. Set on the host
+    after the gradient has exploded: the noise does not tell it."""
 
 
 Grad: TypeAlias = GradParams | GradGroups
@@ -88,9 +88,9 @@ def efficiency(grad: Grad, scale: Numeric) -> Numeric:
     """Return the progress per sample relative to the base batch: gain / scale.
 
     It is 1 at the base batch, in (0, 1] above it, and 1 or more below it. For groups with shares s_i of the
-    signal and noise scales n_i it is sum_i s_i (n_i + base) / (n_i + batch). Above the base batch this never
-    exceeds the efficiency of the pooled moments (Jensen's inequality), nor `most_gain` of a step. If no group has any signal, the pooled
-    moments are used.
+    signal and noise scales n_i it is sum_i s_i (n_i + base) / (n_i + batch), and at most their `most_gain` /
+    scale. Above the base batch this never exceeds the efficiency of the pooled moments (Jensen's inequality).
+    If no group has any signal, the pooled moments are used.
 
     >>> even = GradGroups(sqr=np.array([1.0, 1.0]), var=np.array([0.0, 1e9]))
     >>> round(float(efficiency(even, 4.0)), 3)

@@ -345,7 +345,7 @@ def _measured(situation: Situation) -> str:
     if stated.is_known:
         noise += f" (80 % interval {estimate(stated.lower)} to {estimate(stated.upper)})"
     if (most := situation.most_gain) is not None:
-        also += f"; because the gradient has exploded, no step is worth more than {estimate(most)} base steps yet"
+        also += f"; as the gradient has exploded, no step is worth more than {estimate(most)} base steps yet"
     return f"measured: {noise}{_corrected(situation.noise_factor)}{also}"
 
 

@@ -321,7 +321,7 @@ def test_one_explosion_limits_what_larger_batches_are_worth_until_the_limit_has_
     run.go(100)
     best = min((512, 2048, 8192), key=lambda size: STEP_S[size] / min(size / 512, 2.0))
     assert run.config.micro_batch_size == best < 8192
-    why = "because the gradient has exploded, no step is worth more than 2 base steps yet"
+    why = "as the gradient has exploded, no step is worth more than 2 base steps yet"
     assert why in run.heard.verdicts[-1].verdict.reason
     run.most_gain = 14.0
     run.go(100)
