@@ -235,11 +235,20 @@ def test_blocks_that_take_longer_than_single_steps_are_given_up(tmp_path, sizes,
 BATCH = BatchConfig(num_replicas=1, micro_batch_size=16, num_micro_batches=1)
 
 
-@given(slow=st.lists(st.booleans(), min_size=1, max_size=9), step=st.integers(0, 10**6))
-def test_blocks_pause_if_they_are_slower_twice_and_ever_longer(slow, step):
-    """However often they were faster in between."""
+@given(
+    slow=st.lists(st.booleans(), min_size=1, max_size=9),
+    step=st.integers(0, 10**6),
+    compile_cost=st.sampled_from([0.5, 1.0, 1.5, 4.0]),
+)
+def test_blocks_pause_if_they_are_slower_twice_and_ever_longer(slow, step, compile_cost):
+    """However often they were faster in between.
+
+    Blocks of other sizes are compiled along with these only if they are not dearer than a size.
+    """
     times = BlockTimes()
-    now = types.SimpleNamespace(step=step)
+    own = types.SimpleNamespace(compile_cost=compile_cost)
+    now = types.SimpleNamespace(step=step, engine=types.SimpleNamespace(blocks=own))
+    compile_along = mock.Mock()
     compiler: Any = mock.Mock(spec=SizeCompiler)
     strategies = types.SimpleNamespace(compiler=lambda strategy: compiler)
     judged: Any = types.SimpleNamespace(
@@ -248,7 +257,7 @@ def test_blocks_pause_if_they_are_slower_twice_and_ever_longer(slow, step):
         _pause=Counter(),
         _slower={},
         _suspected=set(),
-        _compile_along=lambda batch: None,
+        _compile_along=compile_along,
     )
     num_pauses, in_a_row, expected = 0, 0, {}
     for i, is_slow in enumerate(slow):
@@ -263,6 +272,8 @@ def test_blocks_pause_if_they_are_slower_twice_and_ever_longer(slow, step):
             expected = {BATCH: now.step + blocks.FIRST_PAUSE * 10 ** (num_pauses - 1)}
             assert compiler.compile_along.call_count == num_pauses, "nor have other sizes blocks"
         assert judged._slower == expected
+        num_faster = slow[: i + 1].count(False)
+        assert compile_along.call_count == (num_faster if compile_cost <= 1 else 0)
         assert math.isnan(times.compare(BATCH)) is is_slow, "they are to be compared afresh"
 
 

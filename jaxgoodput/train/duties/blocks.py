@@ -158,7 +158,9 @@ class Blocks:
         So both are timed once more, soon after each other, and blocks are tried again, ever more rarely.
         """
         saved_s = self.analyst.blocks.compare(batch)
-        if saved_s > 0:
+        # A block of copies takes as long to compile as several sizes. It waits until its size is kept: with
+        # its price added, no other size would be worth trying.
+        if saved_s > 0 and self.start.now.engine.blocks.compile_cost <= 1:
             self._compile_along(batch)
         if saved_s >= 0:
             self._suspected.discard(batch)
