@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxgoodput.train.loop import Loop
-from jaxgoodput.tune.tuner import Tuner, TunerAnswer, answer
+from jaxgoodput.tune.tuner import TunerAnswer, TunerThread, answer
 from jaxgoodput.tune.verdict import Situation
 
 
-class AtOnce(Tuner):
+class AtOnce(TunerThread):
     """A tuner whose answer is there before the next step: thinking takes no planted time."""
 
     def __init__(self, on_answer: Callable[[TunerAnswer], None], on_error: Any):

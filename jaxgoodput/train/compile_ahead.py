@@ -22,12 +22,11 @@ from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.parallel.move import MoveDoesNotFit
 from jaxgoodput.parallel.partition import CannotDivide
 from jaxgoodput.train.compile_sizes import SizeCompiler
-from jaxgoodput.train.watcher import Ticket
 from jaxgoodput.tune.block_times import SHORT_S
 from jaxgoodput.tune.exploring import ASSUMED_DELAY, EARNINGS, AccountState, Explorer
 from jaxgoodput.tune.payoff import strategies_pay
 from jaxgoodput.tune.plan import BatchPlan, Indivisible
-from jaxgoodput.tune.timings import TimingTable
+from jaxgoodput.tune.timings import DispatchedStep, TimingTable
 from jaxgoodput.tune.verdict import Situation, StrategyOption
 
 # Assumed bytes per second of a move before one has been measured: a modest memory or link.
@@ -61,6 +60,11 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def fixed_on_cpu_s(state_bytes: int) -> float:
+    """Return most seconds of a step on a CPU that need not grow with its batch."""
+    return FIXED_ON_CPU_S + UPDATE_PASSES * state_bytes / CPU_BYTES_PER_S
 
 
 @dataclass(frozen=True)
@@ -193,7 +197,7 @@ class StrategyCompiler:
         """
         if not self._is_on_cpu:
             return math.inf
-        return FIXED_ON_CPU_S + UPDATE_PASSES * self._state_bytes / CPU_BYTES_PER_S
+        return fixed_on_cpu_s(self._state_bytes)
 
     @property
     def delay(self) -> float:
@@ -551,7 +555,7 @@ class CompilationStarter:
             return None
         return self._explorer.account.state(now_s - self._began_s, left_s)
 
-    def stepped(self, ticket: Ticket, table: TimingTable, *, is_trial: bool) -> None:
+    def stepped(self, ticket: DispatchedStep, table: TimingTable, *, is_trial: bool) -> None:
         """Note that a step is done; `is_trial` says whether its batch is only tried."""
         strategies, size = self._strategies, self._explorer.compiling
         if size is not None and strategies.compiler(self._strategy).is_done(size):
@@ -575,7 +579,7 @@ class CompilationStarter:
         if not is_passing and self._is_adopted(ticket.config, table) and self._may_measure(ticket):
             strategies.adopt(ticket.config)  # again and again: it may come back from a trial
 
-    def _may_measure(self, ticket: Ticket) -> bool:
+    def _may_measure(self, ticket: DispatchedStep) -> bool:
         """Whether to measure the noise of a batch that is kept."""
         strategies, config = self._strategies, ticket.config
         if not self._saves or self._explorer.has_begun or self._explorer.awaits_noise:
@@ -599,8 +603,11 @@ class CompilationStarter:
         strategy: str,
         now_s: float,
         of_all: bool,
-    ) -> None:
-        """Start compiling another size of the strategy in use if it pays, or all strategies if `of_all`."""
+    ) -> bool:
+        """Start compiling another size of the strategy in use if it pays, or all strategies if `of_all`.
+
+        Returns False: no size is ready at once.
+        """
         strategies = self._strategies
         self._considered_at, self._considered_s = situation.step, now_s
         whole_s = WHOLE * self._compile_s
@@ -608,7 +615,7 @@ class CompilationStarter:
         if of_all and num_strategies > 1:
             if strategies_pay(situation, compile_s=whole_s, num_strategies=num_strategies):
                 self._start_all()
-                return
+                return False
         sizes, settled = strategies.sizes(strategy), strategies.settled(strategy)
         alone = strategies.compiles_one_by_one
         num_plain = strategies.num_plain(strategy)
@@ -637,6 +644,7 @@ class CompilationStarter:
             strategies.compile_next(found.size)
         elif found is not None:
             self._start_all()
+        return False
 
     def _measuring_s(self, config: BatchConfig) -> float | None:
         """Return how long it takes to compile what measures the noise of a batch; None if nothing can."""

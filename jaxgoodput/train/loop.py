@@ -55,7 +55,7 @@ from jaxgoodput.train.runs.membership import Regroup
 from jaxgoodput.train.runs.processes import peer_lost
 from jaxgoodput.train.task import Task
 from jaxgoodput.train.watcher import StepResult, Watcher
-from jaxgoodput.tune.tuner import Tuner
+from jaxgoodput.tune.tuner import TunerThread
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Loop:
         ledger: TimeLedger,
         compilations: Compilations,
         clock: Clock,
-        tuner: Callable[..., Tuner] = Tuner,
+        tuner: Callable[..., TunerThread] = TunerThread,
     ):
         self.task = task
         self.config = config
@@ -512,7 +512,7 @@ class Loop:
 
 
 def _analyst_of(
-    loop: Loop, on_error: Callable[[BaseException], None], tuner: Callable[..., Tuner]
+    loop: Loop, on_error: Callable[[BaseException], None], tuner: Callable[..., TunerThread]
 ) -> Analyst:
     """Return the `Analyst` of a loop, with the measurements of its checkpoint or of earlier runs."""
     start, policy = loop.start, loop.config.policy

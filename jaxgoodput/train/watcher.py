@@ -20,23 +20,13 @@ from jaxgoodput._worker import QueueWorker
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.engine.state import StepMetrics, Sums
-from jaxgoodput.goodput.search import BatchConfig
-from jaxgoodput.tune.timings import Parts, interval
+from jaxgoodput.tune.timings import DispatchedStep, Parts, interval
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ticket:
-    """A step that was dispatched to the devices: its batch, and the arrays that will hold its results."""
+class Ticket(DispatchedStep):
+    """A step that was dispatched to the devices, and the arrays that will hold its results."""
 
-    step: int
-    config: BatchConfig
-    measured: bool
-    began_s: float  # when it was dispatched, less what the loop waited for its batch
-    timed: bool  # False for the first step of its kind, or if something was compiled meanwhile
-    busy: bool  # whether something else, such as a compilation, competed for the processors
-    num_samples: int  # of this step
-    samples: int  # of the run, this step's included
-    num_batches_taken: int  # wishes for a batch that the loop had taken when it dispatched this
     before: Cursor
     after: Cursor
     metrics: Array  # of this step, or `[steps, numbers]` of all that were dispatched with it
@@ -44,8 +34,6 @@ class Ticket:
     # the clock's readings then.
     accumulated: Array | float | None = None
     reduced: Sums | Array | float | None = None
-    num_together: int = 1  # steps that were dispatched together with it, itself included
-    is_last: bool = True  # of these
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -327,7 +327,7 @@ class Explorer:
             self.compile_s, delay = took_s, 1.0
             if not self._was_hurried:
                 # Beside training it takes longer, and a smaller share of that delays training.
-                self._delay = min(self._delay, ASSUMED_DELAY)
+                self._delay = max(min(self._delay, ASSUMED_DELAY), self._least_delay)
                 longer = table.disturbance()
                 if not math.isnan(longer):
                     self._delay = max(1 - 1 / (1 + max(longer, 0.0)), self._least_delay)

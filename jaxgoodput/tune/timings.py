@@ -50,6 +50,34 @@ class Parts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DispatchedStep:
+    """A step that was dispatched to the devices, with what decisions need to know of it."""
+
+    step: int
+    """Its number, counted from 1."""
+    config: BatchConfig
+    """Its batch."""
+    measured: bool
+    """Whether it measures the gradient noise."""
+    began_s: float
+    """When it was dispatched, less what the loop waited for its batch."""
+    timed: bool
+    """False for the first step of its kind, or if something was compiled meanwhile."""
+    busy: bool
+    """Whether something else, such as a compilation, competed for the processors."""
+    num_samples: int
+    """Samples of this step."""
+    samples: int
+    """Samples of the run, with this step's."""
+    num_batches_taken: int
+    """Wishes for a batch that the loop had taken when it dispatched this step."""
+    num_together: int = 1
+    """Number of steps that were dispatched together with it, itself included."""
+    is_last: bool = True
+    """Whether it is the last of these."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TimingRow:
     """The entries of a `TimingTable` for one configuration, as saved in a checkpoint."""
 

@@ -44,7 +44,7 @@ def fitted(situation: Situation) -> Situation:
     return dataclasses.replace(situation, here=here)
 
 
-class Tuner:
+class TunerThread:
     """A thread that answers situations; `answer` lets tests supply a known fit."""
 
     def __init__(

@@ -14,7 +14,7 @@ from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.train.config import Config, with_overrides
 from jaxgoodput.train.loop import Loop
 from jaxgoodput.train.trainer import Trainer
-from jaxgoodput.tune.tuner import Tuner, answer
+from jaxgoodput.tune.tuner import TunerThread, answer
 
 NUM_SAMPLES = 96
 WIDTH = 4
@@ -167,7 +167,7 @@ def _is_key(x):
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-class AtOnce(Tuner):
+class AtOnce(TunerThread):
     """A tuner that answers on the asker's thread."""
 
     def __init__(self, on_answer, on_error):

@@ -19,7 +19,7 @@ from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import StepEnd, TuneEnd, Window
 from jaxgoodput.train.control import DEPTH
 from jaxgoodput.train.loop import Loop
-from jaxgoodput.tune.tuner import Tuner, TunerAnswer
+from jaxgoodput.tune.tuner import TunerAnswer, TunerThread
 
 LIMIT_S = 60.0  # after which something hangs
 
@@ -309,7 +309,7 @@ class Greedy(Loop):
     """Wants the largest size that is ready; shows every size above 2 to `look` before it is compiled."""
 
     def __init__(self, *arguments, **named):
-        super().__init__(*arguments, **named, tuner=functools.partial(Tuner, answer=largest))
+        super().__init__(*arguments, **named, tuner=functools.partial(TunerThread, answer=largest))
         compile_program, compiled = self.now.engine.compile_program, []
 
         def look_and_compile(program):

@@ -40,7 +40,7 @@ from jaxgoodput.train.config import Saving
 from jaxgoodput.train.control import Control, Preempted
 from jaxgoodput.train.loop import Loop
 from jaxgoodput.tune.batch import tune
-from jaxgoodput.tune.tuner import Tuner, TunerAnswer
+from jaxgoodput.tune.tuner import TunerAnswer, TunerThread
 
 LONG = 1e5  # base steps: a run that something else must end
 
@@ -199,7 +199,9 @@ def planted(**times):
 
     class Planted(Loop):
         def __init__(self, *arguments, **named):
-            super().__init__(*arguments, **named, tuner=functools.partial(Tuner, answer=answer))
+            super().__init__(
+                *arguments, **named, tuner=functools.partial(TunerThread, answer=answer)
+            )
 
     return Planted
 
