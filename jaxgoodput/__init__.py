@@ -58,6 +58,7 @@ Layouts:
   StepBytes             Bytes per device that one execution needs
   listen_for_compilations  Call `callback` after every backend compilation, in the waiting thread
 An optax loop of your own:
+  Tuner                 Chooses the batches of a loop of your own, as `Trainer.fit` does in its loop
   adaptive              Wrap the optimizer `tx`, tuned at `base_batch_size`
   rules                 Learning-rate rules
   value_grad_and_noise  Make a `jax.value_and_grad` that also measures gradient noise
@@ -115,6 +116,7 @@ _NAMES = {
     "parallel.pipeline": "bubble_fraction pipeline",
     "parallel.strategy": "Layout Strategy candidates",
     "train.checkpoints.saved": "FromCheckpoint load",
+    "train.ask.own_loop": "Tuner",
     "train.ask.rates": "RateSearch find_learning_rate",
     "train.ask.tryout": "Tryout try_loss tryout",
     "train.config": "Config Evaluation Execution Reporting Saving Statistics Tuning with_overrides",

@@ -51,6 +51,7 @@ from jaxgoodput.parallel.pipeline import pipeline as pipeline
 from jaxgoodput.parallel.strategy import Layout as Layout
 from jaxgoodput.parallel.strategy import Strategy as Strategy
 from jaxgoodput.parallel.strategy import candidates as candidates
+from jaxgoodput.train.ask.own_loop import Tuner as Tuner
 from jaxgoodput.train.ask.rates import RateSearch as RateSearch
 from jaxgoodput.train.ask.rates import find_learning_rate as find_learning_rate
 from jaxgoodput.train.ask.tryout import Tryout as Tryout

@@ -138,10 +138,11 @@ class AdaptiveState(NamedTuple):
 
 def find(opt_state: PyTree) -> Adaptation:
     """Return the `Adaptation` in the one `AdaptiveState` of an optimizer state, at any depth."""
-    return _own(opt_state).tree
+    return packed(opt_state).tree
 
 
-def _own(opt_state: PyTree) -> PackedTree[Adaptation]:
+def packed(opt_state: PyTree) -> PackedTree[Adaptation]:
+    """Return the `Adaptation` of an optimizer state as it is kept there, in one array: see `find`."""
     leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, AdaptiveState))
     found = [x for x in leaves if isinstance(x, AdaptiveState)]
     if len(found) != 1:
@@ -183,7 +184,7 @@ def progress(opt_state: PyTree) -> Array:
 
 def progress_on_host(opt_state: PyTree) -> float:
     """Return the base steps done, as a Python number."""
-    state = _own(opt_state).host_tree
+    state = packed(opt_state).host_tree
     return float(state.progress + state.progress_rest)
 
 

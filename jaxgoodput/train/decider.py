@@ -1,8 +1,8 @@
-"""The decisions of a run, whoever makes its steps: the trainer's `Analyst`, or a loop of the user's own.
+"""The decisions of a run, for the trainer's `Analyst` and for a loop of the user's own (`jg.Tuner`).
 
 The `Decider` is told of every finished step and remembers what decisions rest on: step times, noise, losses
 and trials. It says when a verdict is due and on which `Situation`, and takes the verdict in. It has no
-threads, no clock and no hooks; whoever calls it passes the time and puts verdicts into effect.
+threads, no clock and no hooks: its caller passes the time and puts verdicts into effect.
 """
 
 import dataclasses

@@ -1,0 +1,456 @@
+"""`Tuner` takes the trainer's decisions about the batch for a loop of the user's own.
+
+It asks the same `Decider` as `Trainer.fit`, on the caller's thread. What differs is how other sizes come into
+use: a plain loop compiles a size in its first step at it, and waits meanwhile. So the price of a size is the
+whole compilation, and `LoopSizes` offers one more size only if the account of exploring allows that price.
+
+A step is read one step later, when it is likely to be done, so that the device always has work. The loop
+waits for a step only before and after the first one of another size, whose compilation would otherwise count
+as step time, and at the end of training.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+from jaxtyping import Array, PyTree
+
+from jaxgoodput._pytree import PackedTree, struct
+from jaxgoodput.clock import Clock, SystemClock
+from jaxgoodput.engine.state import StepMetrics
+from jaxgoodput.goodput.efficiency import is_known
+from jaxgoodput.goodput.memory import StepBytes
+from jaxgoodput.goodput.search import BatchConfig, BatchLimits
+from jaxgoodput.optim import adaptation
+from jaxgoodput.optim.adaptation import Adaptation, AdaptiveState
+from jaxgoodput.train.compile_ahead import (
+    CONSIDER_EVERY,
+    CONSIDER_S,
+    CONSIDER_SHARE,
+    fixed_on_cpu_s,
+)
+from jaxgoodput.train.config import Statistics, Tuning
+from jaxgoodput.train.decider import Decider
+from jaxgoodput.tune.exploring import Explorer
+from jaxgoodput.tune.payoff import RunLength
+from jaxgoodput.tune.plan import BatchPlan, batch_plan
+from jaxgoodput.tune.timings import DispatchedStep, Parts, TimingTable
+from jaxgoodput.tune.tuner import answer
+from jaxgoodput.tune.verdict import Situation, StrategyOption, Verdict
+
+LEAST_COMPILE_S = 1e-9  # a price of 0 would mean that nothing was compiled
+WRONG_SHARE = 0.01  # by which a batch may differ from what was asked for: roundings
+_NOTHING = StepBytes(arguments=0, outputs=0, temporaries=0)
+_EXPLODES = (
+    "step %d: the gradient explodes: the learning rate, %.3g times your own, is too large at this batch. It "
+    "is your own in the next step, and grows again more slowly."
+)
+
+
+class LoopSizes:
+    """The sizes that a loop of the user's own may use. It compiles each when it is first used, and waits.
+
+    `compile_s` is how long that takes; NaN until the first step has told, 0 if no price is to be paid.
+    """
+
+    def __init__(self, plan: BatchPlan, compile_s: float):
+        self.is_open = compile_s != 0
+        """Whether sizes become usable one by one, each for a price."""
+        self.fixed_s = math.inf
+        """Most seconds of a step that need not grow with its batch; infinite if nothing is known of that."""
+        self._plan = plan
+        start = plan.start.micro_batch_size
+        self._ready = [start] if self.is_open else list(plan.sizes)
+        self._explorer = Explorer(compile_s, 0.0, delay=1.0, least_delay=1.0)
+        self._used: set[int] = set()
+        # The first step of a size and its seconds, until later ones tell which part of them was compiling.
+        self._compiled: tuple[BatchConfig, float] | None = None
+        self._considered_at, self._considered_s = 0, 0.0
+
+    # -- as `UsableSizes` --------------------------------------------------------------------------
+
+    def limits(self, strategy: str) -> BatchLimits:
+        """Return the user's limits."""
+        return self._plan.limits
+
+    def ready(self, strategy: str) -> Sequence[int]:
+        """Return the sizes that were used, and the one that may be compiled next."""
+        return self._ready
+
+    def accumulates(self, strategy: str) -> bool:
+        """Return False: an update takes one micro-batch."""
+        return False
+
+    def others(self) -> tuple[StrategyOption, ...]:
+        """Return nothing: the loop has a single strategy."""
+        return ()
+
+    # -- as `SizeStarter` --------------------------------------------------------------------------
+
+    @property
+    def outlook(self) -> str:
+        """A sentence on what the next size costs and may save, as last decided."""
+        return self._explorer.outlook
+
+    def is_time(self, step: int, now_s: float) -> bool:
+        """Whether to `consider` another size again."""
+        rest_s = min(CONSIDER_SHARE * now_s, CONSIDER_S)
+        return step >= self._considered_at + CONSIDER_EVERY and now_s >= self._considered_s + rest_s
+
+    def compiles(self, size: int) -> bool:
+        """Return whether the next step, of this size, is the first one; call it once per step."""
+        is_first = size not in self._used
+        self._used.add(size)
+        return is_first
+
+    def compiled(self, config: BatchConfig, seconds: float) -> None:
+        """Note that the first step of a size took so long, with its compilation."""
+        self._compiled = config, seconds
+
+    def stepped(self, ticket: DispatchedStep, table: TimingTable, *, is_trial: bool) -> None:
+        """Take in what a compilation really took, once other steps of its size were timed."""
+        if self._compiled is None or not self.is_open:
+            return
+        config, seconds = self._compiled
+        step_s, assumed_s = table.step_s(1, config), self._explorer.compile_s
+        if math.isnan(step_s):
+            return
+        took_s = max(seconds - step_s, LEAST_COMPILE_S)
+        if config != self._plan.start:  # the first size has to be compiled anyway
+            self._explorer.account.spend(took_s - assumed_s)
+        self._explorer.compile_s, self._compiled = took_s, None
+
+    def consider(
+        self,
+        situation: Situation,
+        table: TimingTable,
+        *,
+        strategy: str,
+        now_s: float,
+        of_all: bool,
+    ) -> bool:
+        """Offer one more size if that is expected to pay; return whether a verdict should be about it now."""
+        self._considered_at, self._considered_s = situation.step, now_s
+        explorer, caution = self._explorer, situation.caution
+        # A verdict would not use it yet.
+        is_early = situation.steps_since_change < caution.dwell_steps
+        if is_early or math.isnan(explorer.compile_s) or not is_known(situation.grad):
+            return False
+        found = explorer.next(
+            situation, self._plan.sizes, self._ready, table, now_s=now_s, may_hurry=False
+        )
+        if found is None:
+            return False
+        # Charged as assumed; see `stepped`.
+        explorer.compiled(explorer.compile_s, table)
+        self._ready.append(found.size)
+        return True
+
+
+@struct
+class LoopReading:
+    """What is read of a step: its metrics, and what tells whether the loop does as it was asked."""
+
+    metrics: StepMetrics[Any]
+    """What decisions rest on; what the optimizer's state does not hold is NaN or 0."""
+    measured: Any
+    """Whether the step measured the noise."""
+    base_batches: Any
+    """Samples so far over the base batch, without the rounding error `base_batches_rest`."""
+    base_batches_rest: Any
+    """Rounding error of `base_batches`."""
+
+
+def _reading(own: PackedTree[Adaptation], loss: Any) -> PackedTree[LoopReading]:
+    """Return what the state of `adaptive` and the loss say of a step."""
+    state, found = AdaptiveState(inner=(), own=own), own.tree
+    loss = jnp.asarray(loss, jnp.float32)
+    none = jnp.zeros(())  # integers beside floats would be packed as float64
+    metrics = StepMetrics[Array](
+        loss=loss,
+        weight=jnp.ones(()),
+        grad_norm=jnp.full((), jnp.nan),
+        is_finite=jnp.isfinite(loss),
+        num_skipped=none,
+        skipped_in_a_row=none,
+        num_samples=none,
+        num_groups=none,
+        progress=adaptation.progress(state),
+        gain=adaptation.gain(state).mean(),
+        explodes=found.growth.explodes,
+        most_gain=found.growth.most_worth,
+        noise=adaptation.readout(state),
+        measured=adaptation.measured_groups(state),
+        aux={},
+    )
+    reading = LoopReading(
+        metrics=metrics,
+        measured=found.unmeasured == 0,
+        base_batches=found.base_batches,
+        base_batches_rest=found.base_batches_rest,
+    )
+    return PackedTree.of(reading)
+
+
+_reading_of = jax.jit(_reading)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopStep:
+    """A step of the loop that was not read yet."""
+
+    about: DispatchedStep
+    reading: PackedTree[LoopReading]
+    seconds: float | None  # as the caller says; None: by the clock
+    compiles: bool  # whether it was the first one of its size
+
+
+class Tuner:
+    """Chooses the batches of a loop of your own, as `Trainer.fit` does in its loop.
+
+    Use this if you want to keep your loop. Your optimizer must be wrapped in `adaptive`, and your steps must
+    measure the gradient noise, such as with `value_grad_and_noise`:
+
+        tuner = jg.Tuner(jg.BatchLimits(base=32, max=512), base_steps=1500)
+        while not tuner.is_done:
+            batch = take(tuner.batch_size)
+            params, opt_state, loss = step(params, opt_state, batch)
+            tuner.step(opt_state, loss)
+
+    `limits` are the batches, in samples of one update; their `base` is the `base_batch_size` of `adaptive`.
+    Set `BatchLimits.sizes` if your step demands certain sizes, such as multiples of the number of groups.
+    `base_steps` is the length of training. Make the tuner just before the loop: the time from there
+    to the end of the first step counts as a compilation.
+
+    Your loop compiles a size when it first uses it, and waits. The tuner therefore tries another size only if
+    the time that is left can repay that. `compile_s` is how long it takes; None takes what the first step
+    took longer than later ones. Each new size corrects it. 0 means that compiling is no reason against a
+    size, for instance because you have compiled them all before.
+
+    `learning_rate` returns your own learning rate by base steps, without the factor of `adaptive`. With it, a
+    batch at which the loss has leapt is tried again once the rate has halved. `tuning` and `statistics` are
+    as in `Config`; accumulation, memory of earlier runs and smoothing don't apply. `clock` tells the time.
+
+    Raises ValueError in a job of several processes: each would decide for itself.
+    """
+
+    def __init__(
+        self,
+        limits: BatchLimits,
+        base_steps: float,
+        *,
+        compile_s: float | None = None,
+        learning_rate: Callable[[float], float] | None = None,
+        tuning: Tuning | None = None,
+        statistics: Statistics | None = None,
+        clock: Clock | None = None,
+    ):
+        _check(base_steps, compile_s)
+        plan = batch_plan(
+            dataclasses.replace(limits, max_micro_batches=1),
+            1,
+            limits.max,
+            budget=0,
+            needs=lambda size, several: _NOTHING,
+            accumulate=False,
+        )
+        self._base_steps = base_steps
+        self._base = limits.base
+        self._sizes = LoopSizes(plan, math.nan if compile_s is None else compile_s)
+        self._decider = Decider(
+            tuning or Tuning(),
+            statistics or Statistics(),
+            sizes=self._sizes,
+            starter=self._sizes,
+            length=RunLength(
+                base_steps=base_steps,
+                epochs=None,
+                dataset_size=0,
+                learning_rate=learning_rate or (lambda at: None),
+            ),
+            current=plan.start,
+            base=limits.base,
+            now_s=0.0,
+            depth=0,
+        )
+        self._clock = clock or SystemClock()
+        self._config = plan.start  # of the next step
+        self._newest = plan.start  # of the newest step
+        self._num_steps = self._num_samples = self._num_changes = 0
+        self._unread: LoopStep | None = None
+        self._seen_s = self._clock.now()  # when the newest step that was read was done
+        self._passed_s = 0.0  # the time of all steps that were read
+        self._progress = 0.0
+        self._base_batches = math.nan
+        self._verdict: Verdict | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples that the next update should use."""
+        return self._config.global_batch_size
+
+    @property
+    def measures(self) -> bool:
+        """Whether the next step need measure the gradient noise.
+
+        A step that measures takes longer. If you have a program for each kind, use this to choose. Measuring
+        at every step does no harm but takes its time.
+        """
+        return self._num_steps % self._decider.cadence.every == 0
+
+    @property
+    def progress(self) -> float:
+        """Base steps done, at the newest step that was read."""
+        return self._progress
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `base_steps` base steps are done. It is exact."""
+        return self._progress >= self._base_steps
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The newest verdict, whether it changed the batch or not; None before the first."""
+        return self._verdict
+
+    @property
+    def why(self) -> str:
+        """The reason of the newest verdict, as a sentence; empty before the first."""
+        return "" if self._verdict is None else self._verdict.reason
+
+    def step(self, opt_state: PyTree, loss: Any, *, seconds: float | None = None) -> None:
+        """Take in an update with `batch_size` samples, once. Then `batch_size` is the one of the next.
+
+        `opt_state` is the state after the update and `loss` the mean loss of its batch; neither need be
+        computed yet. You may donate them to the next step. `seconds` is how long the step took, if you know
+        better than the clock: without it, all time between two steps counts.
+
+        Raises ValueError if the state is not of `adaptive`, or if it counts other samples than the tuner.
+        """
+        if jnp.ndim(loss) != 0:
+            raise ValueError(
+                f"loss must be one number, the mean over the batch; got the shape {jnp.shape(loss)}. Pass "
+                "loss.mean()."
+            )
+        own = adaptation.packed(opt_state)
+        if not self._num_steps:
+            self._sizes.fixed_s = _fixed_s(own, opt_state)
+        size = self.batch_size
+        self._num_steps += 1
+        self._num_samples += size
+        before, now = self._unread, self._step(own, loss, seconds)
+        self._unread, config = now, self._config
+        if before is not None:
+            self._read(before)
+        # At most so much progress is not known yet.
+        may_be_done = self._progress + max(size / self._base, 1.0) >= self._base_steps
+        if now.compiles or may_be_done or self._config != config:
+            self._unread = None
+            self._read(now)
+
+    def _step(self, own: PackedTree[Adaptation], loss: Any, seconds: float | None) -> LoopStep:
+        """Return the newest step, whose reading is being computed."""
+        size = self._config.global_batch_size
+        compiles = self._sizes.compiles(size)
+        about = DispatchedStep(
+            step=self._num_steps,
+            config=self._config,
+            measured=False,  # until it is read
+            began_s=self._passed_s,
+            timed=not (compiles or self._config != self._newest),
+            busy=False,
+            num_samples=size,
+            samples=self._num_samples,
+            num_batches_taken=self._num_changes,
+        )
+        self._newest = self._config
+        reading = _reading_of(own, loss)
+        return LoopStep(about=about, reading=reading, seconds=seconds, compiles=compiles)
+
+    def _read(self, step: LoopStep) -> None:
+        """Wait for a step, learn from it, and decide."""
+        reading = jax.tree.map(_plain, step.reading.host_tree)
+        now_s = self._clock.now()
+        seconds = now_s - self._seen_s if step.seconds is None else step.seconds
+        self._seen_s = now_s
+        self._passed_s += seconds
+        about = dataclasses.replace(step.about, measured=reading.measured)
+        self._check_samples(about, reading.base_batches + reading.base_batches_rest)
+        if step.compiles:
+            self._sizes.compiled(about.config, seconds)
+        metrics = reading.metrics
+        if metrics.explodes:
+            logging.warning(_EXPLODES, about.step, metrics.gain)
+        self._progress = metrics.progress
+        parts = Parts(step_s=math.nan if step.compiles else seconds)
+        self._decider.add(about, metrics, parts, self._passed_s)
+        self._decide()
+
+    def _decide(self) -> None:
+        """Reach a verdict if one is due."""
+        decider = self._decider
+        found = decider.at_once()
+        if found is None:
+            situation = decider.question(self._passed_s)
+            if situation is None:
+                return
+            began_s = self._clock.now()
+            found = answer(situation)
+            decider.answered(self._clock.now() - began_s)
+        self._verdict = found.verdict
+        if decider.conclude(found):
+            self._config = found.verdict.config
+            self._num_changes += 1
+            decider.posted(self._num_changes)
+
+    def _check_samples(self, about: DispatchedStep, base_batches: float) -> None:
+        """Raise ValueError if the state counts other samples than this step was to have."""
+        before, self._base_batches = self._base_batches, base_batches
+        counted = (
+            base_batches - before
+        ) * self._base  # NaN at the first step: the run may have resumed
+        if abs(counted - about.num_samples) > WRONG_SHARE * about.num_samples:
+            raise ValueError(
+                f"step {about.step} was to use {about.num_samples} samples, but the optimizer's state counts "
+                f"{counted:.6g} of them, by a base batch of {self._base}. The tuner would judge another "
+                "batch than you use. Take tuner.batch_size samples for each update, pass their number to "
+                "tx.update as global_batch_size, give adaptive the limits' base as base_batch_size, and call "
+                "tuner.step once after each update."
+            )
+
+
+def _plain(value: Any) -> Any:
+    """Return a Python number for an array of one, and other arrays as they are."""
+    return value.item() if value.ndim == 0 else value
+
+
+def _fixed_s(own: PackedTree[Adaptation], opt_state: PyTree) -> float:
+    """Return most seconds of a step that need not grow with its batch; infinite unless on a CPU."""
+    (device, *_) = own.vector.devices()
+    if device.platform != "cpu":
+        return math.inf
+    # The parameters are not known; they are taken to be as large as the optimizer's state.
+    return fixed_on_cpu_s(2 * sum(x.nbytes for x in jax.tree.leaves(opt_state)))
+
+
+def _check(base_steps: float, compile_s: float | None) -> None:
+    """Raise ValueError for arguments of `Tuner` that cannot work."""
+    if not 0 < base_steps < math.inf:
+        raise ValueError(
+            f"base_steps must be a positive number, got {base_steps}. Give the updates that training would "
+            "take with the base batch."
+        )
+    if compile_s is not None and not compile_s >= 0:
+        raise ValueError(
+            f"compile_s must be at least 0 seconds, got {compile_s}. Leave it out to have it measured."
+        )
+    if num_others := jax.process_count() - 1:
+        raise ValueError(
+            f"this process is one of {num_others + 1}, each of which would choose its own batch. Use "
+            "jg.Trainer, whose processes decide together."
+        )
