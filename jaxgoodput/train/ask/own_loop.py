@@ -206,7 +206,8 @@ class LoopStep:
 
     about: DispatchedStep
     reading: PackedTree[LoopReading]
-    seconds: float | None  # as the caller says; None: by the clock
+    seconds: int | float | None  # as the caller says; None: by the clock
+    done_s: float | None  # the clock's reading when it was handed in, if it was done by then
     compiles: bool  # whether it was the first one of its size
 
 
@@ -242,9 +243,9 @@ class Tuner:
     def __init__(
         self,
         limits: BatchLimits,
-        base_steps: float,
+        base_steps: int | float,
         *,
-        compile_s: float | None = None,
+        compile_s: int | float | None = None,
         learning_rate: Callable[[float], float] | None = None,
         tuning: Tuning | None = None,
         statistics: Statistics | None = None,
@@ -259,16 +260,16 @@ class Tuner:
             needs=lambda size, several: _NOTHING,
             accumulate=False,
         )
-        self._base_steps = base_steps
+        self._base_steps = float(base_steps)
         self._base = limits.base
-        self._sizes = LoopSizes(plan, math.nan if compile_s is None else compile_s)
+        self._sizes = LoopSizes(plan, math.nan if compile_s is None else float(compile_s))
         self._decider = Decider(
             tuning or Tuning(),
             statistics or Statistics(),
             sizes=self._sizes,
             starter=self._sizes,
             length=RunLength(
-                base_steps=base_steps,
+                base_steps=self._base_steps,
                 epochs=None,
                 dataset_size=0,
                 learning_rate=learning_rate or (lambda at: None),
@@ -323,7 +324,7 @@ class Tuner:
         """The reason of the newest verdict, as a sentence; empty before the first."""
         return "" if self._verdict is None else self._verdict.reason
 
-    def step(self, opt_state: PyTree, loss: Any, *, seconds: float | None = None) -> None:
+    def step(self, opt_state: PyTree, loss: Any, *, seconds: int | float | None = None) -> None:
         """Take in an update with `batch_size` samples, once. Then `batch_size` is the one of the next.
 
         `opt_state` is the state after the update and `loss` the mean loss of its batch; neither need be
@@ -353,7 +354,9 @@ class Tuner:
             self._unread = None
             self._read(now)
 
-    def _step(self, own: PackedTree[Adaptation], loss: Any, seconds: float | None) -> LoopStep:
+    def _step(
+        self, own: PackedTree[Adaptation], loss: Any, seconds: int | float | None
+    ) -> LoopStep:
         """Return the newest step, whose reading is being computed."""
         size = self._config.global_batch_size
         compiles = self._sizes.compiles(size)
@@ -369,17 +372,27 @@ class Tuner:
             num_batches_taken=self._num_changes,
         )
         self._newest = self._config
-        reading = _reading_of(own, loss)
-        return LoopStep(about=about, reading=reading, seconds=seconds, compiles=compiles)
+        # If the loop has waited for this step, the one before is over, too, even if it was not read yet.
+        is_done = not isinstance(loss, jax.Array) or loss.is_ready()
+        return LoopStep(
+            about=about,
+            seconds=seconds,
+            done_s=self._clock.now() if is_done else None,
+            reading=_reading_of(own, loss),
+            compiles=compiles,
+        )
 
     def _read(self, step: LoopStep) -> None:
         """Wait for a step, learn from it, and decide."""
         reading = jax.tree.map(_plain, step.reading.host_tree)
-        now_s = self._clock.now()
-        seconds = now_s - self._seen_s if step.seconds is None else step.seconds
-        self._seen_s = now_s
+        done_s = self._clock.now() if step.done_s is None else step.done_s
+        done_s = max(done_s, self._seen_s)
+        seconds = done_s - self._seen_s if step.seconds is None else float(step.seconds)
+        self._seen_s = done_s
         self._passed_s += seconds
-        about = dataclasses.replace(step.about, measured=reading.measured)
+        about = dataclasses.replace(
+            step.about, measured=reading.measured, timed=step.about.timed and seconds > 0
+        )
         self._check_samples(about, reading.base_batches + reading.base_batches_rest)
         if step.compiles:
             self._sizes.compiled(about.config, seconds)
@@ -438,7 +451,7 @@ def _fixed_s(own: PackedTree[Adaptation], opt_state: PyTree) -> float:
     return fixed_on_cpu_s(2 * sum(x.nbytes for x in jax.tree.leaves(opt_state)))
 
 
-def _check(base_steps: float, compile_s: float | None) -> None:
+def _check(base_steps: int | float, compile_s: int | float | None) -> None:
     """Raise ValueError for arguments of `Tuner` that cannot work."""
     if not 0 < base_steps < math.inf:
         raise ValueError(
