@@ -47,7 +47,9 @@ def chosen(names) -> list[str]:
             found.append(name)
             asked = asked.replace(name, "")
     if left := asked.strip(", "):
-        raise app.UsageError(f"--only: no loader is called {left!r}. There are: {'; '.join(names)}.")
+        raise app.UsageError(
+            f"--only: no loader is called {left!r}. There are: {'; '.join(names)}."
+        )
     return [name for name in names if name in found]
 
 

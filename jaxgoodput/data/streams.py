@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 from jaxtyping import Int, PyTree
 
 from jaxgoodput.data.passes import Passes
@@ -18,6 +19,9 @@ from jaxgoodput.data.rows import check_same_kind, digest, refuse_lists, stack
 from jaxgoodput.data.sources import ENDLESS, Source, failure
 
 NUM_PROBED = 2  # items of a stream before and behind the state that `begin` sets it back to
+# Items behind a state that a resumed run compares. Two, because one may agree by chance: what a shuffle
+# buffer draws next is the same sample once in as many times as it has samples.
+NUM_COMPARED = 2
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,10 @@ class StreamState:
     is_pickle: bool = False
     """Whether these bytes are a pickle of the state, which JSON could not hold."""
     first: str | None = None
-    """Digest of the sample at `place`; None if it is not known, or the stream draws samples anew."""
+    """Digests of the sample at `place` and of the first one of the next item, with a space in between.
+
+    Only the first if the next was not read yet; None if neither is known, or the stream draws samples anew.
+    """
     replays: bool = False
     """Whether the stream can only be set back to its beginning, so that all samples are read again."""
 
@@ -85,13 +92,14 @@ class StreamSource(Source):
         self._kind: PyTree | None = None  # of the samples of batches
         self._example: PyTree[np.ndarray] | None = None  # the first sample that was read
         self._next = 0  # place of the next sample from the iterator
+        self._num_since = 0  # items that were read since the newest state
         self._released = 0  # samples before this place are forgotten
         self._failed: RuntimeError | None = None
         self._reading = threading.Lock()
         self._lock = threading.Lock()  # guards the states
         self._has_begun = self._draws_anew = False  # what `begin` found out
         self._states = [self._state()]  # in the order of their places
-        self._first = self._states[0]
+        self._first = self._resumed = self._states[0]
 
     def _stateful(self) -> tuple[Any, tuple[str, str]]:
         """Return the object that has the state, and the names of its methods."""
@@ -149,8 +157,13 @@ class StreamSource(Source):
             if state is not None:
                 self._states.append(state)
             last = self._states[-1]
-            if last.place == self._next and last.first is None and not self._draws_anew:
-                self._states[-1] = dataclasses.replace(last, first=self._digest(item))
+            if last.place == self._next:
+                self._num_since = 0
+            known = (last.first or "").split()
+            if len(known) == self._num_since < NUM_COMPARED and not self._draws_anew:
+                known.append(self._digest(item))
+                self._states[-1] = dataclasses.replace(last, first=" ".join(known))
+            self._num_since += 1
         if self._example is None:
             self._example = jax.tree.map(np.copy, self._rows(item, 0, 1))
         behind = self._next + self._num_samples(item)
@@ -233,7 +246,32 @@ class StreamSource(Source):
             return [state for state in self._states if state.place <= place][-1]
 
     def restore(self, saved: StreamState) -> None:
-        """Set the stream back to a state that `state_at` returned, in this process or another."""
+        """Set the stream back to a state that `state_at` returned, in this process or another.
+
+        If the stream refuses the state, it begins anew and skips what was used; `goes_on` then compares.
+
+        Raises RuntimeError if it cannot begin anew either, or nothing is known to compare it with.
+        """
+        self._resumed = saved
+        try:
+            self._restore(saved)
+        except RuntimeError as error:
+            if saved.first is None:
+                raise
+            self._begin_anew(str(error))
+
+    def _begin_anew(self, why: str) -> None:
+        """Set the stream to its beginning, to skip all that was used before the state to resume from."""
+        logging.warning(
+            "%s This run therefore reads the stream from its beginning, and skips the samples that were "
+            "used: %d. If it then has other samples than before, the run is refused.",
+            why,
+            self._resumed.place,
+        )
+        self._restore(dataclasses.replace(self._first, replays=True))
+        self.release(self._resumed.place)  # else all that is skipped would be kept
+
+    def _restore(self, saved: StreamState) -> None:
         with self._reading:  # an earlier loader may have been closed during a read
             if self.is_live:
                 self._renumber(saved.place)
@@ -277,13 +315,13 @@ class StreamSource(Source):
         uses each once.
         """
         if self.is_live:
-            self.restore(StreamState(0, "null"))
+            self._restore(StreamState(0, "null"))
             return (
                 f"the stream {self._name} is live: it is never set back. If this run is resumed, it goes on "
                 "with whatever comes next, and what this one has read ahead is lost."
             )
         if self._has_begun:
-            self.restore(self._first)
+            self._restore(self._first)
             return None
 
         def read(num_items: int = ENDLESS, up_to: int = ENDLESS) -> list[str]:
@@ -295,21 +333,21 @@ class StreamSource(Source):
                 found.append(self._digest(self._items[place]))
             return found
 
-        self.restore(self._first)
+        self._restore(self._first)
         begin = read(NUM_PROBED)
         middle = self._next
         rest = read(NUM_PROBED)
         between, end = self.state_at(middle), self._next
         goes_on = True
         if rest and not isinstance(self._owner, Passes):  # these go back by what was just read
-            self.restore(between)
+            self._restore(between)
             goes_on = read(up_to=end)[-len(rest) :] == rest
-        self.restore(self._first)
+        self._restore(self._first)
         repeats = read(len(begin) + len(rest)) == begin + rest
         self._draws_anew, self._has_begun = not repeats, True
         if not (repeats and goes_on):  # else what was just read is the beginning
             self._first = dataclasses.replace(self._first, replays=repeats and not goes_on)
-            self.restore(self._first)
+            self._restore(self._first)
         if not repeats:
             return (
                 f"the stream {self._name} returned other samples when it was set back to its beginning. If "
@@ -325,21 +363,36 @@ class StreamSource(Source):
         return None
 
     def goes_on(self, place: int) -> bool:
-        """Return whether the stream, as restored, goes on with the sample that was there before.
+        """Return whether the stream, as restored, goes on with the samples that were there before.
 
-        The samples before `place` were used.
+        The samples before `place` were used. A stream that does not go on after it was set back may still do
+        so from its beginning, so that is tried as well. Some have a state that leaves out a shuffle buffer,
+        which `begin` cannot find out if the state is right again for as long as a buffer lasts.
         """
-        (saved,) = self._states
+        saved = self._resumed
         if self.is_live:
-            self.restore(StreamState(place, "null"))
+            self._restore(StreamState(place, "null"))
             return True
         self._draws_anew = saved.first is None
-        is_there = self.available(saved.place, 1) == 1
-        found = saved.first is None or (
-            is_there and self._digest(self._items[saved.place]) == saved.first
-        )
+        found = self._has_next(saved)
+        if not found and self._states[0].place:
+            self._begin_anew(
+                f"the stream {self._name} goes on with other samples than before after it is set back to "
+                "the state of the checkpoint (a shuffle buffer may not be part of its state)."
+            )
+            found = self._has_next(saved)
         self.release(place)
         return found
+
+    def _has_next(self, saved: StreamState) -> bool:
+        """Return whether the samples behind a state are those that were there when it was saved."""
+        place = saved.place
+        for expected in (saved.first or "").split():
+            item = self._items.get(place) if self.available(place, 1) else None
+            if item is None or self._digest(item) != expected:
+                return False
+            place += self._num_samples(item)
+        return True
 
     def _state(self) -> StreamState:
         if self.is_live:

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from absl import logging
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -236,6 +237,67 @@ def test_a_stream_that_does_not_go_on_as_before_is_noticed(place):
         other = stream(made)
         other.restore(saved)
         assert other.goes_on(place) == same
+
+
+class BufferedInChunks(Loadable):
+    """As `datasets` 5 shuffles: a state is exact in the first buffer, and leaves out what later ones keep."""
+
+    def __iter__(self):
+        for row in super().__iter__():
+            chunk, at = divmod(row["id"], 10)
+            yield {"id": 10 * chunk + (3 * at + self.skipped) % 10}
+
+    skipped = 0
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.skipped = 1 if self.place >= 10 else 0
+
+
+class Refusing(Loadable):
+    """As grain's `DataLoader`: refuses a state that another object has made."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "of": id(self)}
+
+    def load_state_dict(self, state):
+        if state["of"] != id(self):
+            raise ValueError("the state is another's")
+        super().load_state_dict({k: v for k, v in state.items() if k != "of"})
+
+
+@pytest.mark.parametrize("made", [BufferedInChunks, Refusing])
+def test_a_stream_that_only_its_beginning_repeats_is_read_again_from_there(made, monkeypatch):
+    said = []
+    monkeypatch.setattr(logging, "warning", lambda m, *values: said.append(m % values))
+    source, whole = stream(made()), stream(made())
+    assert source.begin() is None
+    expected, used = all_of(whole), 0
+    for used in (23, 41):  # the second time from what the first resumed run has saved
+        for first in range(source._next, used + 5):
+            source.available(first, 1)
+        source.release(used)
+        saved = decode(json.loads(json.dumps(encode(source.state_at(used)))), StreamState, "stream")
+        source = stream(made())
+        source.restore(saved)
+        assert source.goes_on(used)
+        assert len(source._items) <= 60 - used, "what was skipped is not kept"
+        assert any("reads the stream from its beginning" in one for one in said)
+    assert all_of(source, used) == expected[used:]
+
+
+def test_a_stream_that_is_another_one_is_refused_though_it_refuses_the_state():
+    class Filtered(Refusing):
+        def __iter__(self):
+            return (row for row in super().__iter__() if row["id"] % 2)
+
+    source = stream(Refusing())
+    source.begin()
+    for first in range(8):
+        source.available(first, 1)
+    other = stream(Filtered())
+    other.restore(source.state_at(6))
+    assert not other.goes_on(6)
 
 
 def test_a_stream_that_draws_its_samples_anew_is_told_and_not_compared():

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 # Nothing more is imported here: the worker processes of loaders import this module, too.
 
 NUM_SAMPLES = 1440
-DEVICES = (1, 2, 3, 4)
-BATCHES = (24, 36, 48)  # of any number of devices; none is a multiple of a loader's 7
+DEVICES = (1, 2, 3)
+BATCHES = (24, 36)  # of any number of devices; none is a multiple of a loader's 7
 SAVE_EVERY_S = 0.3
 STEP_S = 0.1  # so that a life can be killed between two steps
 KILL_WITHIN_S = 1.0  # after the life has saved, or has begun to train
@@ -91,10 +91,15 @@ def _listen(log: _Log) -> None:
 
 def _life(*, name: str, folder: str, devices: int, seed: float) -> None:
     """Train until the end, or until somebody kills this process."""
+    sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+    import conftest  # compiled as in the tests, so that few programs are compiled again
     import jax
 
-    jax.config.update("jax_platforms", "cpu")
+    assert (
+        conftest
+    )  # it changes settings that JAX reads when the first device is made, as this one:
     jax.config.update("jax_num_cpu_devices", devices)
+    jax.config.update("jax_platforms", "cpu")
     import numpy as np
     from loaders import LOADERS, Counted
     from problems import counting_config
@@ -161,7 +166,9 @@ def _lived(name: str, home: pathlib.Path, devices: int, draw: random.Random, sig
         "began": lambda: any("start" in line for line in _lines(home)[began:]),
         "never": lambda: False,
     }
-    child = json.dumps({"name": name, "folder": str(home), "devices": devices, "seed": draw.random()})
+    child = json.dumps(
+        {"name": name, "folder": str(home), "devices": devices, "seed": draw.random()}
+    )
     with open(home / "output", "ab") as output:
         process = subprocess.Popen(
             [sys.executable, __file__, "--child", child],
@@ -228,9 +235,4 @@ def _survived(home: pathlib.Path, times: int, devices: tuple[int, ...], refused)
 
 
 if __name__ == "__main__":
-    # As in the tests; numbers of devices differ, so the programs of jobs are kept apart.
-    os.environ.setdefault("NPROC", "16")
-    import compilations
-
-    compilations.use_folder()
     _life(**json.loads(sys.argv[2]))
