@@ -1,7 +1,7 @@
 """Kills runs on loaders of other libraries: are samples lost, do any come twice, and what was said of it?
 
     python benchmarks/loaders.py                            # all that are installed: about a minute each
-    python benchmarks/loaders.py --only "webdataset,tfds data source" --kills 5
+    python benchmarks/loaders.py --only webdataset --only "NumPy memmap" --kills 5
 
 Each loader is trained on in processes that SIGKILL ends at moments that are drawn, mostly after a
 checkpoint. The run is resumed on another number of devices each time, until it ends, with batches of other
@@ -21,7 +21,7 @@ sys.path[:0] = [str(TESTS / "support")]
 from absl import app, flags  # noqa: E402
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("only", [], "Only the loaders with these names; a name may have a comma.")
+flags.DEFINE_multi_string("only", [], "Only the loader with this name; may be repeated.")
 flags.DEFINE_integer("kills", 3, "Number of processes to kill for each loader.")
 flags.DEFINE_integer("seed", 0, "Seed of the moments, the devices and the sizes of batches.")
 
@@ -37,20 +37,10 @@ COLUMNS = (
 
 
 def chosen(names) -> list[str]:
-    """The names of `--only`, which absl has split at the commas that names have, too."""
-    asked = ",".join(FLAGS.only)
-    if not asked:
-        return list(names)
-    found = []
-    for name in sorted(names, key=len, reverse=True):
-        if name in asked:
-            found.append(name)
-            asked = asked.replace(name, "")
-    if left := asked.strip(", "):
-        raise app.UsageError(
-            f"--only: no loader is called {left!r}. There are: {'; '.join(names)}."
-        )
-    return [name for name in names if name in found]
+    """The names of `--only`, or all."""
+    if unknown := sorted(set(FLAGS.only) - set(names)):
+        raise app.UsageError(f"--only: no loader is called {unknown}. There are: {list(names)}.")
+    return [name for name in names if name in FLAGS.only or not FLAGS.only]
 
 
 def main(_) -> int:

@@ -9,6 +9,7 @@ So the steps that a kill undoes do not count, and those that are trained again d
 """
 
 import contextlib
+import importlib
 import json
 import os
 import pathlib
@@ -27,7 +28,7 @@ BATCHES = (24, 36)  # of any number of devices; none is a multiple of a loader's
 SAVE_EVERY_S = 0.3
 STEP_S = 0.1  # so that a life can be killed between two steps
 KILL_WITHIN_S = 1.0  # after the life has saved, or has begun to train
-LIFE_S = 300.0  # a life that takes longer has hung
+LIFE_S = 600.0  # a life that takes longer has hung
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,10 @@ def _listen(log: _Log) -> None:
 def _life(*, name: str, folder: str, devices: int, seed: float) -> None:
     """Train until the end, or until somebody kills this process."""
     sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
-    import conftest  # compiled as in the tests, so that few programs are compiled again
     import jax
 
-    assert (
-        conftest
-    )  # it changes settings that JAX reads when the first device is made, as this one:
+    # Compiled as in the tests, so that few programs are compiled again. It sets another number of devices.
+    importlib.import_module("conftest")
     jax.config.update("jax_num_cpu_devices", devices)
     jax.config.update("jax_platforms", "cpu")
     import numpy as np
