@@ -381,6 +381,8 @@ class StreamSource(Source):
                 "the state of the checkpoint (a shuffle buffer may not be part of its state)."
             )
             found = self._has_next(saved)
+            if not found:  # where other data are allowed, its own state is still the better guess
+                self._restore(saved)
         self.release(place)
         return found
 

@@ -251,7 +251,7 @@ class BufferedInChunks(Loadable):
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
-        self.skipped = 1 if self.place >= 10 else 0
+        self.skipped = int(self.begins_at >= 10)
 
 
 class Refusing(Loadable):
