@@ -12,6 +12,7 @@ came twice and nothing was said before training.
 
 import importlib.util
 import pathlib
+import signal
 import sys
 import tempfile
 
@@ -44,6 +45,8 @@ def chosen(names) -> list[str]:
 
 
 def main(_) -> int:
+    # So that the process that trains is ended, too, and its files are deleted.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     from loader_kills import killed
     from loaders import LOADERS
 
@@ -62,7 +65,15 @@ def main(_) -> int:
         said = [*found.said, *([f"refused: {found.refused}"] if found.refused else [])]
         devices = ", ".join(map(str, found.devices))
         lost, twice = ("-" if n is None else n for n in (found.lost, found.twice))
-        cells = (name, found.kills, devices, found.undone, lost, twice, " ".join(said) or "nothing")
+        cells = (
+            name,
+            found.kills,
+            devices,
+            found.undone,
+            lost,
+            twice,
+            " ".join(" ".join(said).split()) or "nothing",
+        )
         print("| " + " | ".join(map(str, cells)) + " |", flush=True)
         if (found.lost or found.twice) and not said:
             faults.append(name)
