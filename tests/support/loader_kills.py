@@ -113,6 +113,7 @@ def _life(*, name: str, folder: str, devices: int, seed: float) -> None:
         **({"epochs": loader.times} if loader.has_epochs else {"base_steps": 1e6}),
     )
     log = _Log(home / "log", seed)
+    log.write(devices=devices)
     _listen(log)
     log.trainer = Counted(settings, loader, home, num_samples=NUM_SAMPLES, hooks=[log])
     try:
@@ -217,7 +218,7 @@ def killed(name: str, home: pathlib.Path, *, times: int, kills: int, seed: int =
 def _survived(home: pathlib.Path, times: int, devices: tuple[int, ...], refused) -> Survived:
     said, undone, newest, is_before = [], 0, 0, True
     for line in _lines(home):
-        is_before = (is_before or "start" in line) and "step" not in line
+        is_before = (is_before or "devices" in line) and "step" not in line  # of its life
         if "start" in line:
             undone += max(newest - line["start"], 0)
             newest = line["start"]
