@@ -2,6 +2,7 @@
 
 import functools
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +49,9 @@ class PlantedLoop(Loop):
 
     def _read(self, metrics, count):
         found = super()._read(metrics, count)
+        task: Any = self.task
         for metrics, _ in found:
-            self.clock.sleep(step_s(int(metrics.num_samples), self.task.per_sample_s))
+            self.clock.sleep(step_s(int(metrics.num_samples), task.per_sample_s))
         return found
 
     def _on_result(self, result):
@@ -179,13 +181,13 @@ def test_an_own_loop_decides_as_the_trainer_does(tmp_path, large_fixed_part, pla
 
 
 def test_a_size_is_tried_only_if_the_time_left_repays_its_compilation():
-    long = {**CONSTANT, "base_steps": 2000}
+    long: dict[str, Any] = {**CONSTANT, "base_steps": 2000}
     used, tuner = sizes_of_an_own_loop(**long, real_compile_s=0.5)
     assert max(used) > BASE
     planted_s = 2000 * step_s(BASE, CONSTANT["per_sample_s"])
     taken_s = sum(step_s(size, CONSTANT["per_sample_s"]) for size in used) + 0.5 * len({*used})
     assert taken_s < 0.6 * planted_s, "although each new size cost half a second"
-    used, tuner = sizes_of_an_own_loop(**CONSTANT, base_steps=150, real_compile_s=60.0)
+    used, tuner = sizes_of_an_own_loop(**{**long, "base_steps": 150}, real_compile_s=60.0)
     assert {*used} == {BASE}
     assert tuner.verdict is not None and tuner.why.startswith("keep: ")
 

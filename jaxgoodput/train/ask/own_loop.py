@@ -373,7 +373,8 @@ class Tuner:
         )
         self._newest = self._config
         # If the loop has waited for this step, the one before is over, too, even if it was not read yet.
-        is_done = not isinstance(loss, jax.Array) or loss.is_ready()
+        is_ready = getattr(loss, "is_ready", None)  # numbers of Python and NumPy have none
+        is_done = is_ready is None or is_ready()
         return LoopStep(
             about=about,
             seconds=seconds,
