@@ -11,9 +11,11 @@ For that to be in time, the gain must not be far beyond what is borne by then. I
 largest gain that it had before. Beyond, the more slowly the longer the run is: four times the gain takes a
 twentieth of the progress so far.
 
-An explosion leaves a limit: half of the gain that it had. The limit grows in proportion to the progress, with
-whatever batch, and is gone once it has doubled. Until then it is reported (`most_worth`), because a larger
-batch is worth no more than the limit allows.
+The gain then stays at 1 for `HOLD` updates. If the norm is as large at their end as at their beginning, it is
+the noise of the gradient that has grown: nothing is left of the explosion. If the norm still falls, another
+`HOLD` updates follow. If it is as before, the explosion leaves a limit: half of the gain that it had. The
+limit grows in proportion to the progress, with whatever batch, and is gone once it has doubled. Until then it
+is reported (`most_worth`), because a larger batch is worth no more than the limit allows.
 
 At a gain of 1 nothing is done: the user's own learning rate is the user's own.
 """
@@ -33,6 +35,9 @@ WIDTH, SHARE = 8.0, 2.0
 # Most that a norm counts above the mean, as a share of that: what may become an explosion must not move it.
 # The gain does not grow while the norm is above.
 MOST = 0.25
+HOLD = 32  # updates with a gain of 1 after an explosion; the halves are compared
+# The share of a norm that is left if it does not fall, and how many times as large as before it may then be.
+KEPT, ANOTHER = 0.8, 10.0
 FALL = 0.5  # of the gain, to which it rises quickly again
 # The share of the largest growth that an update may have, for each share of the progress that it is worth. If
 # the largest growth is 5 %, the gain grows by 30 % while the progress grows by 1 %.
@@ -62,6 +67,12 @@ class GainGrowth:
     """Share of the largest growth per update that the next one may have."""
     explodes: Any
     """Whether the gradient explodes, a bool: the next update has a gain of at most 1."""
+    held: Any
+    """Updates with a gain of 1 since it has exploded, counted from 1; 0 once it is clear what follows."""
+    early: Any
+    """Sum of their norms, in the first half of `HOLD`."""
+    late: Any
+    """The same in the second half."""
 
     @classmethod
     def first(cls) -> "GainGrowth":
@@ -77,6 +88,9 @@ class GainGrowth:
             exploded=zero,
             pace=zero + 1,
             explodes=zero > 1,
+            held=zero,
+            early=zero,
+            late=zero,
         )
 
     def limit(self, gain: Array, largest_growth: float) -> Array:
@@ -87,12 +101,12 @@ class GainGrowth:
             return jnp.full_like(now, jnp.inf)
         grown = now * (1 + self.pace * (largest_growth - 1))
         grown = jnp.where(self.exploded > 0, jnp.minimum(grown, self.borne), grown)
-        return jnp.where(self.explodes, 1, jnp.where(self.pace > 0, grown, now))
+        return jnp.where(self.held > 0, 1, jnp.where(self.pace > 0, grown, now))
 
     @property
     def most_worth(self) -> Array:
-        """Base steps that an update may be worth, at most; infinite if no explosion limits it."""
-        return jnp.where(self.exploded > 0, self.worth, jnp.inf)
+        """Base steps that an update may be worth, at most; infinite if no explosion limits it for long."""
+        return jnp.where((self.exploded > 0) & (self.held <= 0), self.worth, jnp.inf)
 
     def after(
         self, grad_norm: Any, gain: Array, scale: Array, progressed: Array, progress: Array
@@ -113,24 +127,38 @@ class GainGrowth:
         is_known = count >= LEAST
         far = jnp.maximum(WIDTH * self.deviation, SHARE * mean)
         above = norm - mean
-        explodes = (gain > 1) & ((is_known & (above > far)) | ~is_finite)
+        held = jnp.where(is_new, 0, self.held)
+        is_held = held > 0
+        explodes = (gain > 1) & ((is_known & (above > far)) | ~is_finite) & ~is_held
+        early = self.early + jnp.where(held <= HOLD / 2, norm, 0)
+        late = self.late + jnp.where(held > HOLD / 2, norm, 0)
+        level = late / (HOLD / 2)  # of the norm, at the end
+        is_high = (held >= HOLD) & (level > mean + MOST * far)
+        falls = is_high & (late < KEPT * early)
+        has_moved = is_high & ~falls  # to another level
+        is_noise = has_moved & (level <= ANOTHER * mean)
+        goes_on = is_held & (held < HOLD)
+        held = jnp.where(explodes | falls, 1, jnp.where(goes_on, held + 1, 0))
         is_calm = (above <= MOST * far) | ~is_known
-        above = jnp.where(is_calm, above, MOST * far)
-        count = jnp.minimum(count + 1, MEMORY)
+        # What is compared afterwards is the level before.
+        above = jnp.where(is_held, 0, jnp.where(is_calm, above, MOST * far))
+        times = jnp.where(has_moved, level / jnp.where(mean > 0, mean, 1), 1)
+        count = jnp.minimum(count + 1, jnp.where(has_moved, LEAST, MEMORY))
         share = progressed / jnp.maximum(progress, 1)
         regrown = jnp.where(self.exploded > 0, 1 + jnp.minimum(share, REGROWTH), 1)
 
         def limited(now: Array, most: Array) -> Array:
-            left = jnp.maximum(FALL * now, 1)
-            return jnp.where(explodes, left, jnp.maximum(regrown * most, now))
+            left = jnp.where(is_noise, most / FALL, jnp.maximum(regrown * most, now))
+            return jnp.where(explodes, jnp.maximum(FALL * now, 1), left)
 
         borne = limited(gain, self.borne)
-        exploded = jnp.where(explodes, gain, self.exploded)
+        exploded = jnp.where(explodes, gain, jnp.where(is_noise, 0, self.exploded))
         slowly = jnp.minimum(UNTRIED * share, 1)
         return dataclasses.replace(
             self,
-            mean=mean + above / count,
-            deviation=self.deviation + (jnp.abs(above) - self.deviation) / count,
+            mean=times * (mean + above / count),
+            deviation=times * self.deviation
+            + jnp.where(is_held, 0, jnp.abs(above) - self.deviation) / count,
             num_norms=count,
             scale=scale,
             borne=borne,
@@ -138,4 +166,7 @@ class GainGrowth:
             exploded=jnp.where(exploded > borne, exploded, 0),
             pace=jnp.where(is_calm, jnp.where(gain < borne, 1, slowly), 0),
             explodes=explodes,
+            held=held,
+            early=jnp.where(held > 1, early, 0),
+            late=jnp.where(held > 1, late, 0),
         )
