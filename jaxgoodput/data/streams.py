@@ -264,7 +264,7 @@ class StreamSource(Source):
         """Set the stream to its beginning, to skip all that was used before the state to resume from."""
         logging.warning(
             "%s This run therefore reads the stream from its beginning, and skips the samples that were "
-            "used: %d. If it then has other samples than before, the run is refused.",
+            "used before that state, %d. If it then has other samples than before, the run is refused.",
             why,
             self._resumed.place,
         )
@@ -298,13 +298,13 @@ class StreamSource(Source):
         get, set_back = self._methods
         try:
             getattr(self._owner, set_back)(_read_state(saved))
+            if self._owner is not self._iterator:  # some set the state only now
+                self._iterator = iter(self.dataset)
         except Exception as error:  # the stream's own
             raise RuntimeError(
                 f"{set_back}() of the stream {self._name} failed: {type(error).__name__}: {error}. It "
                 f"must set the stream back to any state that {get}() returned."
             ) from error
-        if self._owner is not self._iterator:
-            self._iterator = iter(self.dataset)
 
     def begin(self) -> str | None:
         """Set the stream to its beginning, for a run that begins.
@@ -374,17 +374,32 @@ class StreamSource(Source):
             self._restore(StreamState(place, "null"))
             return True
         self._draws_anew = saved.first is None
-        found = self._has_next(saved)
-        if not found and self._states[0].place:
-            self._begin_anew(
-                f"the stream {self._name} goes on with other samples than before after it is set back to "
-                "the state of the checkpoint (a shuffle buffer may not be part of its state)."
-            )
+        why = (
+            f"the stream {self._name} goes on with other samples than before after it is set back to the "
+            "state of the checkpoint (a shuffle buffer may not be part of its state)."
+        )
+        try:
             found = self._has_next(saved)
+        except RuntimeError as error:  # some refuse a state only when they are read
+            if saved.first is None:
+                raise
+            found, why = False, str(error)
+        # Passes are read again from the beginning of one anyway.
+        if not found and self._states[0].place and not isinstance(self._owner, Passes):
+            found = self._has_next_anew(saved, why)
             if not found:  # where other data are allowed, its own state is still the better guess
                 self._restore(saved)
         self.release(place)
         return found
+
+    def _has_next_anew(self, saved: StreamState, why: str) -> bool:
+        """Return whether the samples behind a state are there after the stream was set to its beginning."""
+        try:
+            self._begin_anew(why)
+            return self._has_next(saved)
+        except RuntimeError as error:
+            logging.warning("That failed as well: %s", error)
+            return False
 
     def _has_next(self, saved: StreamState) -> bool:
         """Return whether the samples behind a state are those that were there when it was saved."""

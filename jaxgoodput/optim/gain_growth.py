@@ -42,7 +42,6 @@ FALL = 0.5  # of the gain, to which it rises quickly again
 # The share of the largest growth that an update may have, for each share of the progress that it is worth. If
 # the largest growth is 5 %, the gain grows by 30 % while the progress grows by 1 %.
 UNTRIED = 600.0
-REGROWTH = 0.05  # of the limit after an explosion, most per update: a young run has soon doubled its progress
 
 
 @struct
@@ -58,11 +57,15 @@ class GainGrowth:
     scale: Any
     """Batch size of the last one, over the base batch size."""
     borne: Any
-    """Gain up to which it grows quickly; after an explosion it grows no further."""
+    """Gain up to which it grows quickly. After an explosion it grows no further than this times `regrown`."""
     worth: Any
     """Base steps that an update is worth with that gain."""
     exploded: Any
-    """Gain of the last explosion; 0 once `borne` is as large."""
+    """Gain of the last explosion; 0 once the limit is as large."""
+    exploded_at: Any
+    """Progress then."""
+    regrown: Any
+    """Progress over what it was then; 1 without an explosion."""
     pace: Any
     """Share of the largest growth per update that the next one may have."""
     explodes: Any
@@ -86,6 +89,8 @@ class GainGrowth:
             borne=zero + 1,
             worth=zero + 1,
             exploded=zero,
+            exploded_at=zero + 1,
+            regrown=zero + 1,
             pace=zero + 1,
             explodes=zero > 1,
             held=zero,
@@ -100,13 +105,13 @@ class GainGrowth:
         if math.isinf(largest_growth):
             return jnp.full_like(now, jnp.inf)
         grown = now * (1 + self.pace * (largest_growth - 1))
-        grown = jnp.where(self.exploded > 0, jnp.minimum(grown, self.borne), grown)
+        grown = jnp.where(self.exploded > 0, jnp.minimum(grown, self.borne * self.regrown), grown)
         return jnp.where(self.held > 0, 1, jnp.where(self.pace > 0, grown, now))
 
     @property
     def most_worth(self) -> Array:
         """Base steps that an update may be worth, at most; infinite if no explosion limits it for long."""
-        return jnp.where((self.exploded > 0) & (self.held <= 0), self.worth, jnp.inf)
+        return jnp.where((self.exploded > 0) & (self.held <= 0), self.worth * self.regrown, jnp.inf)
 
     def after(
         self, grad_norm: Any, gain: Array, scale: Array, progressed: Array, progress: Array
@@ -144,16 +149,22 @@ class GainGrowth:
         above = jnp.where(is_held, 0, jnp.where(is_calm, above, MOST * far))
         times = jnp.where(has_moved, level / jnp.where(mean > 0, mean, 1), 1)
         count = jnp.minimum(count + 1, jnp.where(has_moved, LEAST, MEMORY))
-        share = progressed / jnp.maximum(progress, 1)
-        regrown = jnp.where(self.exploded > 0, 1 + jnp.minimum(share, REGROWTH), 1)
+        progress = jnp.maximum(progress, 1)
+        exploded_at = jnp.where(explodes, progress, self.exploded_at)
+        exploded = jnp.where(explodes, gain, jnp.where(is_noise, 0, self.exploded))
+        regrown = jnp.where(exploded > 0, progress / exploded_at, 1)
 
         def limited(now: Array, most: Array) -> Array:
-            left = jnp.where(is_noise, most / FALL, jnp.maximum(regrown * most, now))
+            """Return what is borne, without its regrowth while there is a limit."""
+            left = jnp.where(is_noise, most / FALL, most)
+            left = jnp.where(exploded > 0, left, jnp.maximum(left, now))
             return jnp.where(explodes, jnp.maximum(FALL * now, 1), left)
 
-        borne = limited(gain, self.borne)
-        exploded = jnp.where(explodes, gain, jnp.where(is_noise, 0, self.exploded))
-        slowly = jnp.minimum(UNTRIED * share, 1)
+        borne, worth = limited(gain, self.borne), limited(progressed, self.worth)
+        is_over = (exploded > 0) & (borne * regrown >= exploded)
+        borne, worth = (jnp.where(is_over, x * regrown, x) for x in (borne, worth))
+        exploded, regrown = jnp.where(is_over, 0, exploded), jnp.where(is_over, 1, regrown)
+        slowly = jnp.minimum(UNTRIED * progressed / progress, 1)
         return dataclasses.replace(
             self,
             mean=times * (mean + above / count),
@@ -162,9 +173,11 @@ class GainGrowth:
             num_norms=count,
             scale=scale,
             borne=borne,
-            worth=limited(progressed, self.worth),
-            exploded=jnp.where(exploded > borne, exploded, 0),
-            pace=jnp.where(is_calm, jnp.where(gain < borne, 1, slowly), 0),
+            worth=worth,
+            exploded=exploded,
+            exploded_at=exploded_at,
+            regrown=regrown,
+            pace=jnp.where(is_calm, jnp.where(gain < borne * regrown, 1, slowly), 0),
             explodes=explodes,
             held=held,
             early=jnp.where(held > 1, early, 0),

@@ -188,7 +188,9 @@ class Decider:
         if metrics.is_finite:
             update = step.config, step.samples, metrics.loss, step.num_samples
             explodes = bool(metrics.explodes)
-            self.evidence.add(*update, gain=metrics.gain, explodes=explodes)
+            is_limited = math.isfinite(metrics.most_gain)
+            told = {"gain": metrics.gain, "is_limited": is_limited, "explodes": explodes}
+            self.evidence.add(*update, **told)
         if not step.is_last:
             return  # what follows is the same for all that were dispatched together
         self._learn_noise(step, metrics)
@@ -270,7 +272,7 @@ class Decider:
                 now_s=now_s,
                 of_all=self._adapt and is_known,
             )
-            if is_ready and not is_due and not is_busy:
+            if is_ready and not (is_due or is_busy or self._due.is_judging):
                 is_due = True
                 self._asked(now_s, step, is_known=is_known)
         if not is_due:

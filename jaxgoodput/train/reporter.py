@@ -238,7 +238,7 @@ def _expected_gain(latest: StepResult, before: Stretch | None, limits: BatchLimi
     if before is None:
         return UNKNOWN
     scale = before.config.global_batch_size / limits.base
-    then = float(efficiency(latest.metrics.grad, scale))
+    then = float(efficiency(latest.metrics.noise.expected, scale))
     return before.gained * _worth(latest, limits) / then
 
 
@@ -266,6 +266,7 @@ def _means(results: Sequence[StepResult]) -> dict[str, float]:
 
 # Fields of a step's metrics that `StepEnd` holds elsewhere, and the names by which hooks know the others.
 _SAID_ELSEWHERE = {"is_finite", "skipped_in_a_row", "num_samples", "num_groups", "progress"}
+_FOR_DECISIONS = {"most_gain"}
 _NAMES = {
     "num_skipped": "skipped",
     "sqr": "grad_sqr",
@@ -297,7 +298,7 @@ def _step_end(result: StepResult) -> StepEnd:
 _OWN = tuple(
     (f.name, _NAMES.get(f.name, f.name))
     for f in dataclasses.fields(StepMetrics)
-    if f.name not in {"noise", "measured", "aux", *_SAID_ELSEWHERE}
+    if f.name not in {"noise", "measured", "aux", *_SAID_ELSEWHERE, *_FOR_DECISIONS}
 )
 _OF_NOISE = tuple(
     (f.name, _NAMES.get(f.name, f.name))

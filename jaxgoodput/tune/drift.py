@@ -1,6 +1,7 @@
 """Says whether what the last verdict rested on no longer holds, so that the next one should not wait."""
 
 import dataclasses
+import math
 
 from jaxgoodput.goodput.efficiency import noise_scale
 from jaxgoodput.tune.batch import denial
@@ -14,7 +15,7 @@ DOUBT = 1.5  # times the standard errors of losses
 
 
 def has_drifted(before: Situation | None, now: Situation) -> bool:
-    """Return whether noise, step time or loss have left what they were at the last verdict.
+    """Return whether noise, step time, loss or a limit have left what they were at the last verdict.
 
     The loss has if it now denies the present batch with more certainty than a verdict asks for, as it is
     looked at again and again. So has a noise that should be measured more often. What is unknown, before or
@@ -27,6 +28,7 @@ def has_drifted(before: Situation | None, now: Situation) -> bool:
     return (
         _is_other(was, is_now, NOISE)
         or _is_other(before.step_s, now.step_s, STEP_S)
+        or _is_other(before.most_gain or math.inf, now.most_gain or math.inf, NOISE)
         or before.statistics_every > CADENCE * now.statistics_every
         or (denial(before) is None and denial(_doubted(now)) is not None)
     )

@@ -35,7 +35,6 @@ class VerdictTimer:
         self.is_judging = False  # from a question to its answer
         self.judged: Situation | None = None  # what was asked about last
         self.answer_s = 0.0  # CPU seconds of the last answer
-        self.has_ended = False  # no verdict is of use any more
         self.is_disturbed = False  # whether a compilation competed with the newest step
         self._warm_up_steps = warm_up_steps
         self._dwell_steps = dwell_steps

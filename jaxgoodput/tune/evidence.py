@@ -23,13 +23,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxgoodput.goodput.calibration import Calibration
-from jaxgoodput.goodput.efficiency import Grad
+from jaxgoodput.goodput.efficiency import Grad, GradGroups
 from jaxgoodput.goodput.leap import LossLevel
 from jaxgoodput.goodput.search import BatchConfig
 
 # Ignored after a change, and until the gain rises by less per update: momentum and learning rate still follow
-# the batch before. The limit after an explosion of the gradient rises more slowly, for long.
-SETTLE_STEPS, SETTLED = 10, 1.001
+# the batch before.
+SETTLE_STEPS, SETTLED = 10, 1.00001
 MIN_STEPS = 20  # needed for a slope
 ENOUGH = 2 * MIN_STEPS  # with so many a slope is not improved by steps far from the change
 # Samples on either side of a change that are compared with those on the other side, as a logarithm.
@@ -141,9 +141,12 @@ class Evidence:
         num_samples: int,
         *,
         gain: float = 1.0,
+        is_limited: bool = False,
         explodes: bool = False,
     ) -> None:
         """Add an applied update with its `gain`, and whether its gradient `explodes`.
+
+        The gain `is_limited` by an explosion before: it then rises so slowly that it is not waited for.
 
         `samples` were trained on since training began, `num_samples` of them in this update.
         """
@@ -157,7 +160,7 @@ class Evidence:
             if old is not None:
                 self._changed = math.log(max(samples - num_samples, 1))
         self._config = config
-        rises, self._gain = gain > SETTLED * self._gain, gain
+        rises, self._gain = not is_limited and gain > SETTLED * self._gain, gain
         if self._skip > 0 or (rises and not self._points):
             self._skip = max(self._skip - 1, 0)
             return
@@ -203,6 +206,8 @@ class Evidence:
         `grad` are the measured moments of the gradient; `base` is their batch, in samples.
         """
         before, now, self._settled = self._before, self._settled, None
+        if isinstance(grad, GradGroups) and grad.most_gain is not None:
+            return  # it limits one of the stretches, and perhaps not the other
         if before is not None and now is not None:
             self._calibration = self.calibration.after(
                 batches=(before.config.global_batch_size, now.config.global_batch_size),

@@ -274,6 +274,7 @@ def test_a_stream_that_only_its_beginning_repeats_is_read_again_from_there(made,
     assert source.begin() is None
     expected, used = all_of(whole), 0
     for used in (23, 41):  # the second time from what the first resumed run has saved
+        said.clear()
         for first in range(source._next, used + 5):
             source.available(first, 1)
         source.release(used)
@@ -282,8 +283,41 @@ def test_a_stream_that_only_its_beginning_repeats_is_read_again_from_there(made,
         source.restore(saved)
         assert source.goes_on(used)
         assert len(source._items) <= 60 - used, "what was skipped is not kept"
-        assert any("reads the stream from its beginning" in one for one in said)
+        # What such a run saves begins at the beginning, unless the stream refuses that as well.
+        is_told = any("reads the stream from its beginning" in one for one in said)
+        assert is_told == (used == 23 or made is Refusing)
     assert all_of(source, used) == expected[used:]
+
+
+@pytest.mark.parametrize("fails", ["when it is iterated", "when it is read"])
+def test_a_state_that_is_refused_late_is_refused_all_the_same(fails, monkeypatch):
+    class Late(Refusing):
+        def load_state_dict(self, state):
+            self.is_wrong = state["of"] != id(self)
+            Loadable.load_state_dict(self, {k: v for k, v in state.items() if k != "of"})
+
+        def __iter__(self):
+            if self.is_wrong and fails == "when it is iterated":
+                raise ValueError("the state is another's")
+            return self.rows()
+
+        is_wrong = False
+
+        def rows(self):
+            if self.is_wrong:
+                raise ValueError("the state is another's")
+            yield from super().__iter__()
+
+    said = []
+    monkeypatch.setattr(logging, "warning", lambda m, *values: said.append(m % values))
+    source = stream(Late())
+    source.begin()
+    for first in range(8):
+        source.available(first, 1)
+    other = stream(Late())
+    other.restore(source.state_at(6))
+    assert other.goes_on(6) and all_of(other, 6) == list(range(6, 60))
+    assert "the state is another's" in said[0] and "from its beginning" in said[0]
 
 
 def test_a_stream_that_is_another_one_is_refused_though_it_refuses_the_state():

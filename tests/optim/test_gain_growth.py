@@ -49,13 +49,13 @@ def followed(norms, wanted, scales, start):
 
 @jax.jit
 def limits(norms, wanted, power, scales, start):
-    """Of each update: its factor, and what an update may be worth; worth grows with a power of the factor."""
+    """Of each update: its factor, and what it may be worth. With `wanted` its worth is a power of that."""
 
     def step(carry, given):
         growth, factor, progress = carry
         norm, scale = given
         factor = jnp.minimum(jnp.where(scale > 1, wanted, 1), growth.limit(factor, GAIN_GROWTH))
-        worth = factor**power
+        worth = jnp.where(scale > 1, wanted ** (power - 1), 1) * factor
         progress += worth
         growth = growth.after(norm, factor, scale, worth, progress)
         return (growth, factor, progress), (factor, worth, growth.most_worth, progress)
@@ -147,11 +147,23 @@ def test_after_it_a_limit_is_reported_that_holds_and_is_gone_once_progress_has_d
     grown = most[holds[0]] / max(worth[1000] / 2, 1)
     assert grown == pytest.approx(progress[holds[0]] / progress[1000], rel=1e-3)
     assert np.all(factor[holds[1:]] <= 1.001 * factor[1000])
-    assert np.all(
-        worth[holds[1:]] <= np.maximum(1.002 * most[holds[:-1]] * 2 ** (power - 1), 1.001)
-    )
+    least = 1.001 * np.where(scales[holds[1:]] > 1, wanted ** (power - 1), 1)
+    assert np.all(worth[holds[1:]] <= np.maximum(1.002 * most[holds[:-1]], least))
     if holds[-1] < 7999:
         assert progress[holds[-1]] / progress[1000] == pytest.approx(2, rel=0.1)
+
+
+@pytest.mark.parametrize("progress", [1e4, 1e8, 1e12])
+def test_the_limit_grows_in_runs_of_any_length(progress):
+    """One update is worth less than the last digit of the progress."""
+    one, growth = jnp.float32(8), GainGrowth.first()
+    for norm in [1.0] * 20 + [10.0] + [1.0] * HOLD:
+        growth = growth.after(norm, one, 64 * one, one, jnp.float32(progress))
+    assert float(growth.most_worth) == pytest.approx(4)
+    later = growth.after(1.0, one / 4, 64 * one, one / 4, jnp.float32(1.5 * progress))
+    assert float(later.most_worth) == pytest.approx(6)
+    last = later.after(1.0, one / 4, 64 * one, one / 4, jnp.float32(2.001 * progress))
+    assert float(last.most_worth) == float("inf") and float(last.borne) > 8
 
 
 @settings(max_examples=40, deadline=None)

@@ -91,7 +91,7 @@ def _listen(log: _Log) -> None:
 
 
 def _life(*, name: str, folder: str, devices: int, seed: float) -> None:
-    """Train until the end, or until somebody kills this process."""
+    """Train until the end, or until this process is ended by a signal."""
     sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
     import jax
 
