@@ -46,6 +46,7 @@ def test_docstring_opens_with_the_command_line_and_states_a_result(name):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", PROMISED)
 def test_fifty_losses_are_those_of_the_loop(name):
     text = output(TOP / "benchmarks" / "ports.py", "--check=losses", f"--only={name}")
