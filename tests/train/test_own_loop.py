@@ -1,7 +1,6 @@
 """A loop of one's own with `jg.Tuner` decides as the Trainer does; clocks and noise are planted."""
 
 import functools
-import pathlib
 from typing import Any
 
 import jax
@@ -180,7 +179,7 @@ def test_an_own_loop_decides_as_the_trainer_does(tmp_path, large_fixed_part, pla
     assert ratio == pytest.approx(1, abs=0.02)
 
 
-def test_a_size_is_tried_only_if_the_time_left_repays_its_compilation():
+def test_a_size_is_tried_only_if_the_time_left_repays_its_compilation(large_fixed_part):
     long: dict[str, Any] = {**CONSTANT, "base_steps": 2000}
     used, tuner = sizes_of_an_own_loop(**long, real_compile_s=0.5)
     assert max(used) > BASE
@@ -245,11 +244,3 @@ def test_another_batch_than_the_one_asked_for_is_named():
         for _ in range(4):
             params, opt_state, loss = step(params, opt_state, rows(1.0)[:32])
             tuner.step(opt_state, loss)
-
-
-def test_the_example_needs_few_lines_for_it():
-    example = pathlib.Path(__file__).parents[2] / "examples" / "plain_optax.py"
-    about = [
-        line for line in example.read_text().splitlines() if "uner" in line or "limits" in line
-    ]
-    assert 5 <= len(about) <= 15

@@ -4,9 +4,10 @@ It asks the same `Decider` as `Trainer.fit`, on the caller's thread. What differ
 use: a plain loop compiles a size in its first step at it, and waits meanwhile. So the price of a size is the
 whole compilation, and `LoopSizes` offers one more size only if the account of exploring allows that price.
 
-A step is read one step later, when it is likely to be done, so that the device always has work. The loop
-waits for a step only before and after the first one of another size, whose compilation would otherwise count
-as step time, and at the end of training.
+A step that is not done yet is read one step later, so that the device always has work. The loop waits for a
+step only before and after the first one of another program, whose compilation would otherwise count as step
+time, and at the end of training. A program is a size together with whether the step is to measure the noise.
+The time that the tuner itself takes is not step time: the step beside which it decided is not timed.
 """
 
 import dataclasses
@@ -52,6 +53,32 @@ _EXPLODES = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """A size that a verdict may choose although it is not compiled yet."""
+
+    size: int
+    """Samples of an update."""
+    price_s: float
+    """Seconds to charge once it is compiled, for that and for its trial."""
+    compile_s: float
+    """Seconds of the price that are for compiling."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstStep:
+    """The first step of a program, until later steps tell which part of it was compiling."""
+
+    config: BatchConfig
+    """Its batch."""
+    seconds: float
+    """How long it took, with its compilation."""
+    charged_s: float
+    """Seconds that were charged for compiling it."""
+    is_first_of_size: bool
+    """Whether no other program of this size was compiled before."""
+
+
 class LoopSizes:
     """The sizes that a loop of the user's own may use. It compiles each when it is first used, and waits.
 
@@ -62,14 +89,16 @@ class LoopSizes:
         self.is_open = compile_s != 0
         """Whether sizes become usable one by one, each for a price."""
         self.fixed_s = math.inf
-        """Most seconds of a step that need not grow with its batch; infinite if nothing is known of that."""
+        """Upper bound on the part of a step's seconds that does not grow with its batch; infinite if unknown."""
         self._plan = plan
         start = plan.start.micro_batch_size
-        self._ready = [start] if self.is_open else list(plan.sizes)
+        self._ready = (start,) if self.is_open else tuple(plan.sizes)
         self._explorer = Explorer(compile_s, 0.0, delay=1.0, least_delay=1.0)
-        self._used: set[int] = set()
-        # The first step of a size and its seconds, until later ones tell which part of them was compiling.
-        self._compiled: tuple[BatchConfig, float] | None = None
+        # Programs: a size, and whether it was asked to measure the noise.
+        self._used: set[tuple[int, bool]] = set()
+        self._compiled: set[int] = set()  # sizes of which a program was compiled
+        self._first_steps: list[FirstStep] = []
+        self._offer: Offer | None = None
         self._considered_at, self._considered_s = 0, 0.0
 
     # -- as `UsableSizes` --------------------------------------------------------------------------
@@ -102,28 +131,53 @@ class LoopSizes:
         rest_s = min(CONSIDER_SHARE * now_s, CONSIDER_S)
         return step >= self._considered_at + CONSIDER_EVERY and now_s >= self._considered_s + rest_s
 
-    def compiles(self, size: int) -> bool:
-        """Return whether the next step, of this size, is the first one; call it once per step."""
-        is_first = size not in self._used
-        self._used.add(size)
-        return is_first
+    def is_new(self, size: int, *, measures: bool) -> bool:
+        """Return whether a step of this size, measuring the noise or not, would be the first of its kind."""
+        return (size, measures) not in self._used
+
+    def use(self, size: int, *, measures: bool) -> None:
+        """Note that a step of this kind was taken."""
+        self._used.add((size, measures))
 
     def compiled(self, config: BatchConfig, seconds: float) -> None:
-        """Note that the first step of a size took so long, with its compilation."""
-        self._compiled = config, seconds
+        """Note that the first step of a program took this long, with its compilation. Charges an offer."""
+        size, charged_s = config.micro_batch_size, 0.0
+        if not self.is_open:
+            return
+        if self._offer is not None and self._offer.size == size:
+            self._explorer.account.spend(self._offer.price_s)
+            charged_s, self._offer = self._offer.compile_s, None
+        self._first_steps.append(
+            FirstStep(
+                config=config,
+                seconds=seconds,
+                charged_s=charged_s,
+                is_first_of_size=size not in self._compiled,
+            )
+        )
+        self._compiled.add(size)
 
     def stepped(self, ticket: DispatchedStep, table: TimingTable, *, is_trial: bool) -> None:
-        """Take in what a compilation really took, once other steps of its size were timed."""
-        if self._compiled is None or not self.is_open:
-            return
-        config, seconds = self._compiled
-        step_s, assumed_s = table.step_s(1, config), self._explorer.compile_s
-        if math.isnan(step_s):
-            return
-        took_s = max(seconds - step_s, LEAST_COMPILE_S)
-        if config != self._plan.start:  # the first size has to be compiled anyway
-            self._explorer.account.spend(took_s - assumed_s)
-        self._explorer.compile_s, self._compiled = took_s, None
+        """Take in what compilations really took, once enough other steps of their size were timed."""
+        unknown = []
+        for first in self._first_steps:
+            config = first.config
+            timed = table.timed_sizes(1, config.num_replicas, clean=True)
+            if config.micro_batch_size in timed:
+                self._correct(first, table.step_s(1, config))
+            else:
+                unknown.append(first)
+        self._first_steps = unknown
+
+    def _correct(self, first: FirstStep, step_s: float) -> None:
+        """Charge what compiling a program really took, and expect the same of the next size."""
+        took_s, explorer = max(first.seconds - step_s, LEAST_COMPILE_S), self._explorer
+        is_start = first.config == self._plan.start
+        if not is_start:  # the first size has to be compiled anyway
+            explorer.account.spend(took_s - first.charged_s)
+        # The first size may come from a compilation cache, so that the user knows better.
+        if first.is_first_of_size and (not is_start or math.isnan(explorer.compile_s)):
+            explorer.compile_s = took_s
 
     def consider(
         self,
@@ -134,21 +188,28 @@ class LoopSizes:
         now_s: float,
         of_all: bool,
     ) -> bool:
-        """Offer one more size if that is expected to pay; return whether a verdict should be about it now."""
+        """Offer one more size if that is expected to pay; return whether a verdict should be about it now.
+
+        An offer is charged when it is compiled. Another one replaces it if no verdict has chosen it.
+        """
         self._considered_at, self._considered_s = situation.step, now_s
         explorer, caution = self._explorer, situation.caution
         # A verdict would not use it yet.
         is_early = situation.steps_since_change < caution.dwell_steps
         if is_early or math.isnan(explorer.compile_s) or not is_known(situation.grad):
             return False
+        account, spent_s = explorer.account, explorer.account.spent_s
         found = explorer.next(
             situation, self._plan.sizes, self._ready, table, now_s=now_s, may_hurry=False
         )
         if found is None:
             return False
-        # Charged as assumed; see `stepped`.
         explorer.compiled(explorer.compile_s, table)
-        self._ready.append(found.size)
+        withdrawn = None if self._offer is None else self._offer.size
+        price_s = account.spent_s - spent_s
+        account.spend(-price_s)  # see `compiled`
+        self._offer = Offer(size=found.size, price_s=price_s, compile_s=explorer.compile_s)
+        self._ready = (*(x for x in self._ready if x != withdrawn), found.size)
         return True
 
 
@@ -208,7 +269,9 @@ class LoopStep:
     reading: PackedTree[LoopReading]
     seconds: int | float | None  # as the caller says; None: by the clock
     done_s: float | None  # the clock's reading when it was handed in, if it was done by then
-    compiles: bool  # whether it was the first one of its size
+    measures: bool  # whether it was asked to measure the noise
+    compiles: bool  # whether it was the first one of its program
+    is_disturbed: bool = False  # whether the clock can't tell how long it took
 
 
 class Tuner:
@@ -235,7 +298,12 @@ class Tuner:
 
     `learning_rate` returns your own learning rate by base steps, without the factor of `adaptive`. With it, a
     batch at which the loss has leapt is tried again once the rate has halved. `tuning` and `statistics` are
-    as in `Config`; accumulation, memory of earlier runs and smoothing don't apply. `clock` tells the time.
+    as in `Config`, but some of their fields don't apply: accumulation, memory of earlier runs, smoothing,
+    `Statistics.preconditioned` and `Statistics.from_norm_layers`. With an Adam-like optimizer, pass its
+    `second_moment_decay` and its preconditioner to `adaptive` yourself. `clock` tells the time.
+
+    `opt_state` is the state of a resumed loop, from which the progress made so far is read. Without it, the
+    tuner knows of that after the first step.
 
     Raises ValueError in a job of several processes: each would decide for itself.
     """
@@ -250,6 +318,7 @@ class Tuner:
         tuning: Tuning | None = None,
         statistics: Statistics | None = None,
         clock: Clock | None = None,
+        opt_state: PyTree | None = None,
     ):
         _check(base_steps, compile_s)
         plan = batch_plan(
@@ -282,11 +351,11 @@ class Tuner:
         self._clock = clock or SystemClock()
         self._config = plan.start  # of the next step
         self._newest = plan.start  # of the newest step
-        self._num_steps = self._num_samples = self._num_changes = 0
+        self._num_steps = self._num_changes = 0
         self._unread: LoopStep | None = None
-        self._seen_s = self._clock.now()  # when the newest step that was read was done
+        self._seen_s = self._clock.now()  # when the time of the next step to read begins
         self._passed_s = 0.0  # the time of all steps that were read
-        self._progress = 0.0
+        self._progress = 0.0 if opt_state is None else adaptation.progress_on_host(opt_state)
         self._base_batches = math.nan
         self._verdict: Verdict | None = None
 
@@ -311,7 +380,11 @@ class Tuner:
 
     @property
     def is_done(self) -> bool:
-        """Whether `base_steps` base steps are done. It is exact."""
+        """Whether `base_steps` base steps are done.
+
+        It is exact after every step. Before the first one, a resumed loop has to pass its `opt_state` to the
+        constructor.
+        """
         return self._progress >= self._base_steps
 
     @property
@@ -325,7 +398,9 @@ class Tuner:
         return "" if self._verdict is None else self._verdict.reason
 
     def step(self, opt_state: PyTree, loss: Any, *, seconds: int | float | None = None) -> None:
-        """Take in an update with `batch_size` samples, once. Then `batch_size` is the one of the next.
+        """Learn from an update that has just used `batch_size` samples, and decide about the next one.
+
+        Call it once after each update. Afterwards, `batch_size` is the size for the next update.
 
         `opt_state` is the state after the update and `loss` the mean loss of its batch; neither need be
         computed yet. You may donate them to the next step. `seconds` is how long the step took, if you know
@@ -342,24 +417,39 @@ class Tuner:
         if not self._num_steps:
             self._sizes.fixed_s = _fixed_s(own, opt_state)
         size = self.batch_size
-        self._num_steps += 1
-        self._num_samples += size
-        before, now = self._unread, self._step(own, loss, seconds)
-        self._unread, config = now, self._config
+        now = self._step(own, loss, seconds)
+        before, self._unread, config = self._unread, None, self._config
         if before is not None:
-            self._read(before)
+            if now.done_s is not None:
+                before, now = self._apart(before, now)
+            has_decided = self._read(before)
+            now = dataclasses.replace(now, is_disturbed=now.is_disturbed or has_decided)
         # At most so much progress is not known yet.
         may_be_done = self._progress + max(size / self._base, 1.0) >= self._base_steps
-        if now.compiles or may_be_done or self._config != config:
-            self._unread = None
+        is_next_new = self._sizes.is_new(self.batch_size, measures=self.measures)
+        must_wait = now.compiles or may_be_done or is_next_new or self._config != config
+        if must_wait or now.done_s is not None:
             self._read(now)
+            self._seen_s = self._clock.now()  # nothing is being computed
+        else:
+            self._unread = now
+
+    def _apart(self, before: LoopStep, now: LoopStep) -> tuple[LoopStep, LoopStep]:
+        """Return two steps with a time for each. The first was not done when it was handed in."""
+        assert now.done_s is not None
+        are_alike = before.measures == now.measures and before.about.timed and now.about.timed
+        how = {"is_disturbed": before.is_disturbed or not are_alike}
+        middle_s = (self._seen_s + now.done_s) / 2
+        return dataclasses.replace(before, done_s=middle_s, **how), dataclasses.replace(now, **how)
 
     def _step(
         self, own: PackedTree[Adaptation], loss: Any, seconds: int | float | None
     ) -> LoopStep:
         """Return the newest step, whose reading is being computed."""
-        size = self._config.global_batch_size
-        compiles = self._sizes.compiles(size)
+        size, measures = self.batch_size, self.measures
+        compiles = self._sizes.is_new(size, measures=measures)
+        self._sizes.use(size, measures=measures)
+        self._num_steps += 1
         about = DispatchedStep(
             step=self._num_steps,
             config=self._config,
@@ -368,51 +458,54 @@ class Tuner:
             timed=not (compiles or self._config != self._newest),
             busy=False,
             num_samples=size,
-            samples=self._num_samples,
+            samples=0,  # until it is read
             num_batches_taken=self._num_changes,
         )
         self._newest = self._config
-        # If the loop has waited for this step, the one before is over, too, even if it was not read yet.
-        is_ready = getattr(loss, "is_ready", None)  # numbers of Python and NumPy have none
-        is_done = is_ready is None or is_ready()
         return LoopStep(
             about=about,
             seconds=seconds,
-            done_s=self._clock.now() if is_done else None,
+            done_s=self._clock.now() if _is_done(loss) else None,
             reading=_reading_of(own, loss),
+            measures=measures,
             compiles=compiles,
         )
 
-    def _read(self, step: LoopStep) -> None:
-        """Wait for a step, learn from it, and decide."""
-        reading = jax.tree.map(_plain, step.reading.host_tree)
+    def _read(self, step: LoopStep) -> bool:
+        """Wait for a step, learn from it, and decide; return whether deciding has taken time."""
+        reading = _on_host(step.reading)
         done_s = self._clock.now() if step.done_s is None else step.done_s
         done_s = max(done_s, self._seen_s)
+        is_disturbed = step.is_disturbed and step.seconds is None
         seconds = done_s - self._seen_s if step.seconds is None else float(step.seconds)
         self._seen_s = done_s
         self._passed_s += seconds
+        base_batches = reading.base_batches + reading.base_batches_rest
         about = dataclasses.replace(
-            step.about, measured=reading.measured, timed=step.about.timed and seconds > 0
+            step.about,
+            measured=reading.measured,
+            timed=step.about.timed and seconds > 0 and not is_disturbed,
+            samples=round(base_batches * self._base),
         )
-        self._check_samples(about, reading.base_batches + reading.base_batches_rest)
+        self._check_samples(about, base_batches)
         if step.compiles:
             self._sizes.compiled(about.config, seconds)
         metrics = reading.metrics
         if metrics.explodes:
             logging.warning(_EXPLODES, about.step, metrics.gain)
         self._progress = metrics.progress
-        parts = Parts(step_s=math.nan if step.compiles else seconds)
+        parts = Parts(step_s=math.nan if step.compiles or is_disturbed else seconds)
         self._decider.add(about, metrics, parts, self._passed_s)
-        self._decide()
+        return self._decide()
 
-    def _decide(self) -> None:
-        """Reach a verdict if one is due."""
+    def _decide(self) -> bool:
+        """Reach a verdict if one is due; return whether it was."""
         decider = self._decider
         found = decider.at_once()
         if found is None:
             situation = decider.question(self._passed_s)
             if situation is None:
-                return
+                return False
             began_s = self._clock.now()
             found = answer(situation)
             decider.answered(self._clock.now() - began_s)
@@ -421,6 +514,7 @@ class Tuner:
             self._config = found.verdict.config
             self._num_changes += 1
             decider.posted(self._num_changes)
+        return True
 
     def _check_samples(self, about: DispatchedStep, base_batches: float) -> None:
         """Raise ValueError if the state counts other samples than this step was to have."""
@@ -438,13 +532,27 @@ class Tuner:
             )
 
 
+def _is_done(loss: Any) -> bool:
+    """Return whether a loss is computed. Numbers of Python and NumPy are."""
+    is_ready = getattr(loss, "is_ready", None)
+    return is_ready is None or is_ready()
+
+
+def _on_host(reading: PackedTree[LoopReading]) -> LoopReading:
+    """Wait for a reading; return it with Python numbers."""
+    return jax.tree.map(_plain, reading.host_tree)
+
+
 def _plain(value: Any) -> Any:
     """Return a Python number for an array of one, and other arrays as they are."""
     return value.item() if value.ndim == 0 else value
 
 
 def _fixed_s(own: PackedTree[Adaptation], opt_state: PyTree) -> float:
-    """Return most seconds of a step that need not grow with its batch; infinite unless on a CPU."""
+    """Return an upper bound on the part of a step's seconds that does not grow with its batch.
+
+    It is infinite unless on a CPU.
+    """
     (device, *_) = own.vector.devices()
     if device.platform != "cpu":
         return math.inf
