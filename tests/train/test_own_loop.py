@@ -1,6 +1,7 @@
 """A loop of one's own with `jg.Tuner` decides as the Trainer does; clocks and noise are planted."""
 
 import functools
+from collections import deque
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jaxgoodput.goodput.efficiency import GradParams
 from jaxgoodput.goodput.efficiency import gain as worth_of
 from jaxgoodput.observe.hooks import Hook
 from jaxgoodput.train import compile_ahead
+from jaxgoodput.train.ask import own_loop
 from jaxgoodput.train.loop import Loop
 from jaxgoodput.train.trainer import Trainer
 
@@ -124,9 +126,19 @@ def new_step(tx):
 
 
 def sizes_of_an_own_loop(
-    *, noise, per_sample_s, real_compile_s=0.0, base_steps=BASE_STEPS, clock=None, **options
+    *,
+    noise,
+    per_sample_s,
+    real_compile_s=0.0,
+    num_compiled=1,
+    base_steps=BASE_STEPS,
+    clock=None,
+    **options,
 ):
-    """The batch of every step, and the tuner. Without a `clock`, the loop says what a step took."""
+    """The batch of every step, and the tuner. Without a `clock`, the loop says what a step took.
+
+    The first `num_compiled` steps of a size compile something.
+    """
     data, rng, tx = rows(noise), np.random.default_rng(1), optimizer()
     step = new_step(tx)
     params = {"w": jnp.zeros(WIDTH)}
@@ -137,7 +149,7 @@ def sizes_of_an_own_loop(
         size = tuner.batch_size
         x = data[rng.integers(0, len(data), size)]
         params, opt_state, loss = step(params, opt_state, x)
-        seconds = step_s(size, per_sample_s) + real_compile_s * (size not in used)
+        seconds = step_s(size, per_sample_s) + real_compile_s * (used.count(size) < num_compiled)
         if clock is not None:
             jax.block_until_ready(loss)
             clock.advance(seconds)
@@ -244,3 +256,150 @@ def test_another_batch_than_the_one_asked_for_is_named():
         for _ in range(4):
             params, opt_state, loss = step(params, opt_state, rows(1.0)[:32])
             tuner.step(opt_state, loss)
+
+
+class Device:
+    """A device that computes beside its host, on a fake clock: a dispatched step is not done at once."""
+
+    def __init__(self, clock, monkeypatch):
+        self._clock, self._free_s, self._ends = clock, 0.0, deque()
+        read = own_loop._on_host
+
+        def on_host(reading):
+            clock.advance(max(self._ends.popleft() - clock.now(), 0.0))
+            return read(reading)
+
+        monkeypatch.setattr(own_loop, "_on_host", on_host)
+        monkeypatch.setattr(own_loop, "_is_done", lambda loss: self._free_s <= clock.now())
+
+    def dispatch(self, seconds):
+        self._free_s = max(self._free_s, self._clock.now()) + seconds
+        self._ends.append(self._free_s)
+
+    def wait(self):
+        self._clock.advance(max(self._free_s - self._clock.now(), 0.0))
+
+
+def new_two_programs(tx):
+    """A step that measures the noise, by its key True, and a plain one."""
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def plain(params, opt_state, x):
+        loss, grads = jax.value_and_grad(lambda params: loss_of(params, x).mean())(params)
+        changes, opt_state = tx.update(grads, opt_state, params, global_batch_size=len(x))
+        return optax.apply_updates(params, changes), opt_state, loss
+
+    return {True: new_step(tx), False: plain}
+
+
+def sizes_on_a_device(
+    monkeypatch,
+    *,
+    real_compile_s=0.0,
+    thinking_s=0.0,
+    waits=(False,),
+    base_steps=BASE_STEPS,
+    **options,
+):
+    """The batch of every step of a loop with two programs, and the tuner, on a fake clock.
+
+    `waits` says in turn whether the loop waits for its loss. Every program costs `real_compile_s` at its
+    first use, a verdict `thinking_s`, and a measuring step half as long again as a plain one.
+    """
+    clock, tx, rng, data = FakeClock(), optimizer(), np.random.default_rng(1), rows(100.0)
+    device, programs, used, seen = Device(clock, monkeypatch), new_two_programs(tx), [], set()
+    answer = own_loop.answer
+
+    def slow_answer(situation):
+        clock.advance(thinking_s)
+        return answer(situation)
+
+    monkeypatch.setattr(own_loop, "answer", slow_answer)
+    params = {"w": jnp.zeros(WIDTH)}
+    opt_state, tuner = tx.init(params), jg.Tuner(LIMITS, base_steps, clock=clock, **options)
+    while not tuner.is_done:
+        size, measures = tuner.batch_size, tuner.measures
+        if (size, measures) not in seen:
+            clock.advance(real_compile_s)
+        seen.add((size, measures))
+        x = data[rng.integers(0, len(data), size)]
+        params, opt_state, loss = programs[measures](params, opt_state, x)
+        device.dispatch(planted_s(size, measures))
+        if waits[len(used) % len(waits)]:
+            device.wait()
+        tuner.step(opt_state, loss)
+        used.append(size)
+    return used, tuner
+
+
+def planted_s(size, measures):
+    return step_s(size, CONSTANT["per_sample_s"]) * (1.5 if measures else 1.0)
+
+
+def assert_times_are_true(tuner):
+    """Assert that every step that counts as timed took as long as was planted."""
+    (times,) = tuner._decider.timings.rows().values()
+    for row in times:
+        found = [parts.step_s for parts in row.clean]
+        expected = planted_s(row.key.micro_batch_size, row.key.measured)
+        assert found == pytest.approx([expected] * len(found)), row.key
+    return {(row.key.micro_batch_size, row.key.measured) for row in times}
+
+
+@pytest.mark.parametrize("waits", [(False,), (True,), (False, True)])
+def test_neither_compiling_nor_deciding_is_step_time(monkeypatch, large_fixed_part, waits):
+    used, tuner = sizes_on_a_device(
+        monkeypatch, compile_s=0, real_compile_s=5.0, thinking_s=1.0, waits=waits
+    )
+    assert max(used) == SIZES[-1]
+    assert {(BASE, True), (SIZES[-1], False)} <= assert_times_are_true(tuner)
+
+
+def test_the_price_of_a_size_is_told_by_several_steps(large_fixed_part):
+    """A second step that compiles again would make the first compilation look free."""
+    for num_compiled in (1, 2):
+        used, tuner = sizes_of_an_own_loop(
+            **CONSTANT, real_compile_s=60.0, num_compiled=num_compiled, clock=FakeClock()
+        )
+        assert {*used} == {BASE} and "would delay training by about 60 s" in tuner.why
+
+
+@pytest.mark.parametrize("waits", [(False,), (True,)])
+def test_with_two_programs_each_compilation_is_priced(monkeypatch, large_fixed_part, waits):
+    with monkeypatch.context() as patch:
+        used, tuner = sizes_on_a_device(patch, real_compile_s=60.0, waits=waits)
+    assert {*used} == {BASE}
+    assert_times_are_true(tuner)
+    with monkeypatch.context() as patch:
+        long = {"real_compile_s": 0.5, "base_steps": 4 * BASE_STEPS}
+        used, tuner = sizes_on_a_device(patch, **long, waits=waits)
+    assert max(used) > BASE
+    assert_times_are_true(tuner)
+    account = tuner._sizes._explorer.account
+    num_programs = len(tuner._sizes._used) - 2  # those of the base batch cost nothing more
+    assert account.spent_s >= 0.5 * num_programs
+
+
+def test_a_price_of_the_user_outlasts_a_first_step_from_a_compilation_cache(large_fixed_part):
+    used, tuner = sizes_of_an_own_loop(**CONSTANT, compile_s=60)
+    assert {*used} == {BASE}, tuner.why
+
+
+def test_a_resumed_loop_goes_on_counting():
+    tx, data, params = optimizer(), rows(100.0), {"w": jnp.zeros(WIDTH)}
+    opt_state, step = tx.init(params), new_step(tx)
+    for _ in range(3):
+        params, opt_state, _ = step(params, opt_state, data[:BASE])
+    assert jg.Tuner(LIMITS, 3, opt_state=opt_state).is_done
+    tuner = jg.Tuner(LIMITS, 10, opt_state=opt_state)
+    assert tuner.progress == 3 and not tuner.is_done
+    params, opt_state, loss = step(params, opt_state, data[:BASE])
+    tuner.step(opt_state, loss)
+    assert tuner.progress == 4
+    newest, _ = tuner._decider._latest
+    assert newest.samples == 4 * BASE
+
+
+def test_what_may_be_used_is_not_changed_afterwards():
+    plan = jg.Tuner(LIMITS, 10)._sizes
+    assert isinstance(plan.ready(""), tuple)

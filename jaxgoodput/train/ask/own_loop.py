@@ -89,7 +89,7 @@ class LoopSizes:
         self.is_open = compile_s != 0
         """Whether sizes become usable one by one, each for a price."""
         self.fixed_s = math.inf
-        """Upper bound on the part of a step's seconds that does not grow with its batch; infinite if unknown."""
+        """Upper bound on the part of a step's seconds that does not grow with its batch."""
         self._plan = plan
         start = plan.start.micro_batch_size
         self._ready = (start,) if self.is_open else tuple(plan.sizes)
@@ -299,8 +299,9 @@ class Tuner:
     `learning_rate` returns your own learning rate by base steps, without the factor of `adaptive`. With it, a
     batch at which the loss has leapt is tried again once the rate has halved. `tuning` and `statistics` are
     as in `Config`, but some of their fields don't apply: accumulation, memory of earlier runs, smoothing,
-    `Statistics.preconditioned` and `Statistics.from_norm_layers`. With an Adam-like optimizer, pass its
-    `second_moment_decay` and its preconditioner to `adaptive` yourself. `clock` tells the time.
+    `Statistics.preconditioned` and `Statistics.from_norm_layers`. With an Adam-like optimizer, pass
+    `second_moment_decay` to `adaptive` yourself, and a `noise.preconditioner` to what measures the noise.
+    `clock` tells the time.
 
     `opt_state` is the state of a resumed loop, from which the progress made so far is read. Without it, the
     tuner knows of that after the first step.
