@@ -1,5 +1,6 @@
 """A loop of one's own with `jg.Tuner` decides as the Trainer does; clocks and noise are planted."""
 
+import dataclasses
 import functools
 from collections import deque
 from typing import Any
@@ -13,13 +14,16 @@ from problems import AtOnce, configured
 
 import jaxgoodput as jg
 from jaxgoodput.clock import FakeClock
-from jaxgoodput.goodput.efficiency import GradParams
+from jaxgoodput.goodput.efficiency import GradGroups, GradParams
 from jaxgoodput.goodput.efficiency import gain as worth_of
 from jaxgoodput.observe.hooks import Hook
 from jaxgoodput.train import compile_ahead
 from jaxgoodput.train.ask import own_loop
 from jaxgoodput.train.loop import Loop
 from jaxgoodput.train.trainer import Trainer
+from jaxgoodput.tune.exploring import NextSize
+from jaxgoodput.tune.timings import Parts, TimingTable, key_of
+from jaxgoodput.tune.verdict import Caution
 
 BASE, SIZES, WIDTH = 16, (16, 32, 64, 128), 256
 BASE_STEPS, TARGET = 400, 300  # believed at the end of training, and true at the target
@@ -400,6 +404,39 @@ def test_a_resumed_loop_goes_on_counting():
     assert newest.samples == 4 * BASE
 
 
-def test_what_may_be_used_is_not_changed_afterwards():
-    plan = jg.Tuner(LIMITS, 10)._sizes
-    assert isinstance(plan.ready(""), tuple)
+class Situated:
+    """As much of a situation as an offer needs."""
+
+    step, steps_since_change = 40, 100
+    caution = Caution()
+    grad = GradGroups(sqr=(1.0,), var=(10.0,))
+
+
+def test_an_offer_is_charged_when_it_is_compiled_and_another_one_replaces_it(monkeypatch):
+    sizes = jg.Tuner(LIMITS, 10, compile_s=2.0)._sizes
+    explorer, table = sizes._explorer, TimingTable()
+    offers = iter([32, 64])
+
+    def offer(*args, **kwargs):
+        explorer.account.spend(3.0)
+        explorer._charged_s, explorer._trial_s = 3.0, 1.0
+        return NextSize(size=next(offers), hope=2.0)
+
+    monkeypatch.setattr(explorer, "next", offer)
+    how: dict[str, Any] = {"strategy": "", "now_s": 1.0, "of_all": True}
+    situation: Any = Situated()
+    assert sizes.consider(situation, table, **how)
+    before = sizes.ready("")
+    assert sizes.consider(situation, table, **how)
+    assert (before, sizes.ready("")) == ((16, 32), (16, 64)) and explorer.account.spent_s == 0
+    config = dataclasses.replace(sizes._plan.start, micro_batch_size=64)
+    sizes.compiled(config, 5.0)
+    assert explorer.account.spent_s == 3
+    key = key_of(1, config, measured=False)
+    for at, spent_s in enumerate(
+        [3, 3, 5.0]
+    ):  # 4 s of compiling instead of 2, once 3 steps were timed
+        table.add(key, Parts(step_s=1.0), at)
+        sizes.stepped(situation, table, is_trial=True)
+        assert explorer.account.spent_s == spent_s
+    assert explorer.compile_s == 4
