@@ -28,8 +28,8 @@ from jaxgoodput.tune.verdict import Caution
 BASE, SIZES, WIDTH = 16, (16, 32, 64, 128), 256
 BASE_STEPS, TARGET = 400, 300  # believed at the end of training, and true at the target
 LIMITS = jg.BatchLimits(base=BASE, max=SIZES[-1], sizes=SIZES)
-CONSTANT = {"noise": 100.0, "per_sample_s": 2e-2 / 128}
-SMALL_NOISE = {"noise": 2.0, "per_sample_s": 2e-2 / 128}
+CONSTANT: dict[str, Any] = {"noise": 100.0, "per_sample_s": 2e-2 / 128}
+SMALL_NOISE: dict[str, Any] = {"noise": 2.0, "per_sample_s": 2e-2 / 128}
 
 
 def step_s(size, per_sample_s):
@@ -375,7 +375,7 @@ def test_with_two_programs_each_compilation_is_priced(monkeypatch, large_fixed_p
     assert {*used} == {BASE}
     assert_times_are_true(tuner)
     with monkeypatch.context() as patch:
-        long = {"real_compile_s": 0.5, "base_steps": 4 * BASE_STEPS}
+        long: dict[str, Any] = {"real_compile_s": 0.5, "base_steps": 4 * BASE_STEPS}
         used, tuner = sizes_on_a_device(patch, **long, waits=waits)
     assert max(used) > BASE
     assert_times_are_true(tuner)
@@ -400,7 +400,8 @@ def test_a_resumed_loop_goes_on_counting():
     params, opt_state, loss = step(params, opt_state, data[:BASE])
     tuner.step(opt_state, loss)
     assert tuner.progress == 4
-    newest, _ = tuner._decider._latest
+    latest: Any = tuner._decider._latest
+    newest, _ = latest
     assert newest.samples == 4 * BASE
 
 
