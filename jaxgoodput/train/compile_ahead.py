@@ -63,7 +63,7 @@ def num_cores() -> int:
 
 
 def fixed_on_cpu_s(state_bytes: int) -> float:
-    """Return most seconds of a step on a CPU that need not grow with its batch."""
+    """Return an upper bound on the part of a step's seconds on a CPU that does not grow with its batch."""
     return FIXED_ON_CPU_S + UPDATE_PASSES * state_bytes / CPU_BYTES_PER_S
 
 
@@ -190,7 +190,7 @@ class StrategyCompiler:
 
     @property
     def fixed_s(self) -> float:
-        """Most seconds of a step that need not grow with its batch; infinite if nothing is known of that.
+        """Upper bound on the part of a step's seconds that does not grow with its batch; infinite if unknown.
 
         A small batch may leave an accelerator idle. It rarely leaves a CPU idle, except for the time that
         dispatching a step and starting its operations takes. Updating the state takes as long with any batch.

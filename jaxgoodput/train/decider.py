@@ -62,7 +62,10 @@ class UsableSizes(Protocol):
 
     @property
     def fixed_s(self) -> float:
-        """Most seconds of a step that need not grow with its batch; infinite if nothing is known of that."""
+        """Upper bound on the part of a step's seconds that does not grow with its batch.
+
+        It is infinite if nothing is known of that.
+        """
         ...
 
 
