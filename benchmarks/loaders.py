@@ -48,7 +48,7 @@ def main(_) -> int:
     # So that the process that trains is ended, too, and its files are deleted.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     from loader_kills import killed
-    from loaders import FROM_BEGINNING, LOADERS, OTHER_DATA, SEEN_ANEW
+    from loaders import FROM_BEGINNING, LOADERS, OTHER_DATA, SEEN_ANEW  # pyright: ignore
 
     faults, missing = [], []
     print("| " + " | ".join(COLUMNS) + " |")

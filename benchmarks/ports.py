@@ -372,6 +372,7 @@ def timed(name: str, side: str, cache: str) -> tuple[float, float]:
 def paired(name: str) -> str:
     """Median and quartiles of the port's seconds over the loop's."""
     ratios: list[tuple[float, float]] = []
+    took: dict[str, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory() as cache:
         for number in range(FLAGS.pairs):
             sides = ("loop", "port") if number % 2 else ("port", "loop")
@@ -427,10 +428,14 @@ def quality(name: str) -> str:
     return f"| {name} | " + " | ".join(cells) + " |"
 
 
+# Nodes of a syntax tree that are on a line.
+_PLACED = (ast.stmt, ast.expr, ast.excepthandler, ast.arg, ast.keyword, ast.alias, ast.pattern)
+
+
 def code_lines(*objects: Any) -> int:
     """Lines of code of objects or of source texts."""
     return sum(
-        len({n.lineno for n in ast.walk(_bare(one)) if hasattr(n, "lineno")}) for one in objects
+        len({n.lineno for n in ast.walk(_bare(one)) if isinstance(n, _PLACED)}) for one in objects
     )
 
 

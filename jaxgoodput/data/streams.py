@@ -79,7 +79,6 @@ class StreamSource(Source):
     """
 
     def __init__(self, stream: Any, *, is_batched: bool = False, is_live: bool = False):
-        self._name = type(stream).__name__
         self.dataset = stream
         self.is_live = is_live
         """Whether it is never set back."""
@@ -244,6 +243,11 @@ class StreamSource(Source):
         """Return the last saved state at or before sample number `place`, which must not be released."""
         with self._lock:
             return [state for state in self._states if state.place <= place][-1]
+
+    @property
+    def _name(self) -> str:
+        """What messages call it."""
+        return type(self.dataset).__name__
 
     def restore(self, saved: StreamState) -> None:
         """Set the stream back to a state that `state_at` returned, in this process or another.

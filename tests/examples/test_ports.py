@@ -41,7 +41,7 @@ def test_every_port_has_a_loop_and_a_promise():
 @pytest.mark.parametrize("name", PROMISED)
 def test_docstring_opens_with_the_command_line_and_states_a_result(name):
     text = ast.get_docstring(ast.parse((PORTS / f"{name}.py").read_text()))
-    assert text.startswith(f"python examples/ports/{name}.py --workdir ")
+    assert text is not None and text.startswith(f"python examples/ports/{name}.py --workdir ")
     assert f"{abs(PROMISED[name][1]):.2f}".rstrip("0").rstrip(".") in text
 
 

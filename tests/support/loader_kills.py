@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 # Nothing more is imported here: the worker processes of loaders import this module, too.
 
@@ -60,7 +61,7 @@ class _Log:
     def __init__(self, path: pathlib.Path, seed: float):
         self._file = open(path, "ab", buffering=0)
         self._draw = random.Random(seed)
-        self.trainer = None
+        self.trainer: Any = None
 
     def write(self, **line) -> None:
         self._file.write(json.dumps(line).encode() + b"\n")
