@@ -8,7 +8,7 @@ batch size (AdaScale), and lets the schedule follow progress. `jg.Tuner` chooses
 update, from step times and noise, as the Trainer would.
 
 Expect a test accuracy of at least 0.96 (0.98 with the default seed) after 1,500 base steps of progress. This
-takes about 500 updates, depending on step times, in under half a minute on two CPU cores; a fixed batch size
+takes about 500 updates, depending on step times, in about a minute on two CPU cores; a fixed batch size
 (`--max_batch_size 32`) takes 1,500 updates.
 """
 

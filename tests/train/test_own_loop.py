@@ -16,14 +16,15 @@ import jaxgoodput as jg
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.goodput.efficiency import GradGroups, GradParams
 from jaxgoodput.goodput.efficiency import gain as worth_of
+from jaxgoodput.goodput.perf import Placement
 from jaxgoodput.observe.hooks import Hook
 from jaxgoodput.train import compile_ahead
 from jaxgoodput.train.ask import own_loop
 from jaxgoodput.train.loop import Loop
 from jaxgoodput.train.trainer import Trainer
 from jaxgoodput.tune.exploring import NextSize
-from jaxgoodput.tune.timings import Parts, TimingTable, key_of
-from jaxgoodput.tune.verdict import Caution
+from jaxgoodput.tune.timings import DispatchedStep, Parts, TimingTable, key_of
+from jaxgoodput.tune.verdict import Situation, StrategyOption
 
 BASE, SIZES, WIDTH = 16, (16, 32, 64, 128), 256
 BASE_STEPS, TARGET = 400, 300  # believed at the end of training, and true at the target
@@ -408,14 +409,6 @@ def test_a_resumed_loop_goes_on_counting():
     assert newest.samples == 4 * BASE
 
 
-class Situated:
-    """As much of a situation as an offer needs."""
-
-    step, steps_since_change = 40, 100
-    caution = Caution()
-    grad = GradGroups(sqr=(1.0,), var=(10.0,))
-
-
 def test_an_offer_is_charged_when_it_is_compiled_and_another_one_replaces_it(monkeypatch):
     sizes = jg.Tuner(LIMITS, 10, compile_s=2.0)._sizes
     explorer, table = sizes._explorer, TimingTable()
@@ -428,19 +421,37 @@ def test_an_offer_is_charged_when_it_is_compiled_and_another_one_replaces_it(mon
 
     monkeypatch.setattr(explorer, "next", offer)
     how: dict[str, Any] = {"strategy": "", "now_s": 1.0, "of_all": True}
-    situation: Any = Situated()
+    start = sizes._plan.start
+    here = StrategyOption(
+        config=start,
+        limits=sizes.limits(""),
+        placement=Placement(num_nodes=1, num_replicas=1),
+        ready=sizes.ready(""),
+    )
+    grad = GradGroups(sqr=np.array([1.0]), var=np.array([10.0]))
+    situation = Situation(here=here, grad=grad, steps_since_change=100, step=40)
     assert sizes.consider(situation, table, **how)
     before = sizes.ready("")
     assert sizes.consider(situation, table, **how)
     assert (before, sizes.ready("")) == ((16, 32), (16, 64)) and explorer.account.spent_s == 0
-    config = dataclasses.replace(sizes._plan.start, micro_batch_size=64)
+    config = dataclasses.replace(start, micro_batch_size=64)
     sizes.compiled(config, 5.0)
+    step = DispatchedStep(
+        step=41,
+        config=config,
+        measured=False,
+        began_s=1.0,
+        timed=True,
+        busy=False,
+        num_samples=64,
+        samples=64,
+        num_batches_taken=1,
+    )
     assert explorer.account.spent_s == 3
     key = key_of(1, config, measured=False)
-    for at, spent_s in enumerate(
-        [3, 3, 5.0]
-    ):  # 4 s of compiling instead of 2, once 3 steps were timed
+    # 4 s of compiling instead of 2, once 3 steps were timed.
+    for at, spent_s in enumerate([3, 3, 5.0]):
         table.add(key, Parts(step_s=1.0), at)
-        sizes.stepped(situation, table, is_trial=True)
+        sizes.stepped(step, table, is_trial=True)
         assert explorer.account.spent_s == spent_s
     assert explorer.compile_s == 4
