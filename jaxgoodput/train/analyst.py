@@ -16,6 +16,7 @@ from jaxgoodput.clock import Clock
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.observe import hooks as hooking
 from jaxgoodput.observe.events import Event, FitEnd, StepEnd
+from jaxgoodput.optim.gain_growth import HOLD
 from jaxgoodput.train.compile_ahead import CompilationStarter, StrategyCompiler
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import DEPTH, Control, Requests
@@ -32,8 +33,8 @@ from jaxgoodput.tune.tuner import TunerAnswer, TunerThread
 # with together.
 REST_S, MOST_TOGETHER = 0.02, 32
 EXPLODES = (
-    "step %d: the gradient explodes, with a norm of %.3g: the learning rate, %.3g times your own, "
-    "is too large at this batch. It is your own in the next step, and grows again more slowly."
+    "step %d: the gradient explodes, with a norm of %.3g: the learning rate, %.3g times your own, may be too "
+    "large at this batch. It is your own in the next %d steps, which show if the noise has grown instead."
 )
 
 
@@ -206,7 +207,7 @@ class Analyst:
         self._decider.add(ticket, metrics, result.parts, self._clock.now())
         self._post_cadence(every)
         if metrics.explodes:
-            logging.warning(EXPLODES, ticket.step, metrics.grad_norm, metrics.gain)
+            logging.warning(EXPLODES, ticket.step, metrics.grad_norm, metrics.gain, HOLD)
         self._reporter.add(result)
         if not ticket.is_last:
             return  # what follows is the same for all that were dispatched together

@@ -48,8 +48,8 @@ TRIAL_WAIT_S = (
     5.0  # for the trial of a compiled size, before the noise of the one in use is measured
 )
 PATIENCE = 3.0  # times as long as expected that training waits for a compilation
-# Steps between two looks at whether compiling another size pays. Of a long run's short steps one look takes
-# as long as two, so a share of the time passed lies between them too, and half a second at most.
+# Steps between two looks at whether compiling another size pays. A look may take as long
+# as several short steps, so a share of the time passed lies between them too, half a second at most.
 CONSIDER_EVERY, CONSIDER_SHARE, CONSIDER_S = 16, 0.02, 0.5
 COMPILER_CORES = 1.8  # that a compilation keeps busy
 LEAST_DELAY, MOST_DELAY = 0.1, 0.9  # shares of a compilation's seconds, on a CPU

@@ -29,6 +29,7 @@ from jaxgoodput.goodput.memory import StepBytes
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.optim import adaptation
 from jaxgoodput.optim.adaptation import Adaptation, AdaptiveState
+from jaxgoodput.optim.gain_growth import HOLD
 from jaxgoodput.train.compile_ahead import (
     CONSIDER_EVERY,
     CONSIDER_S,
@@ -48,8 +49,8 @@ LEAST_COMPILE_S = 1e-9  # a price of 0 would mean that nothing was compiled
 WRONG_SHARE = 0.01  # by which a batch may differ from what was asked for: roundings
 _NOTHING = StepBytes(arguments=0, outputs=0, temporaries=0)
 _EXPLODES = (
-    "step %d: the gradient explodes: the learning rate, %.3g times your own, is too large at this batch. It "
-    "is your own in the next step, and grows again more slowly."
+    "step %d: the gradient explodes: the learning rate, %.3g times your own, may be too large at this batch. "
+    "It is your own in the next %d steps, which show if the noise has grown instead."
 )
 
 
@@ -493,7 +494,7 @@ class Tuner:
             self._sizes.compiled(about.config, seconds)
         metrics = reading.metrics
         if metrics.explodes:
-            logging.warning(_EXPLODES, about.step, metrics.gain)
+            logging.warning(_EXPLODES, about.step, metrics.gain, HOLD)
         self._progress = metrics.progress
         parts = Parts(step_s=math.nan if step.compiles or is_disturbed else seconds)
         self._decider.add(about, metrics, parts, self._passed_s)
