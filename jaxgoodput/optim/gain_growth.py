@@ -3,18 +3,20 @@
 The noise says how large the gain of a batch may be if noise is all that limits the learning rate. It does
 not know which rate a network bears. Where that is less, parameters swing ever farther along the directions
 of the largest curvature. The gradient shows that first, and ten updates later the network may be lost. The
-loss may leap all the same, and has come back. The tuner hears of a step a few steps later, which may be hundreds of short ones. So the step itself compares the norm with its own past. Once it is
-far above, the gain falls to 1, where the swinging ends.
+loss may leap all the same, and has come back. The tuner hears of a step a few steps later, which may be
+hundreds of short ones. So the step itself compares the norm with its own past. Once it is far above, the
+gain falls to 1, where the swinging ends.
 
-For that to be in time, the gain must not be far beyond what is borne by then. It grows quickly only up to the
-largest gain that it had before. Beyond, the more slowly the longer the run is: four times the gain takes a
-twentieth of the progress so far.
+For that to be in time, the gain must not be far beyond what is borne by then. It grows quickly only up to
+the largest gain that it had before. Beyond, the more slowly the longer the run is: four times the gain
+takes a twentieth of the progress so far.
 
 After an explosion the gain stays at 1 for `HOLD` updates. If the norm is as large at their end as at their
-beginning, it is the noise of the gradient that has grown: nothing is left of the explosion. If the norm still
-falls, another `HOLD` updates follow. If it is as before, the explosion leaves a limit: half of the gain that
-it had. The limit grows in proportion to the progress, with whatever batch, and is gone once it has doubled. Until then it
-is reported (`most_worth`), because a larger batch is worth no more than the limit allows.
+beginning, it is the noise of the gradient that has grown: nothing is left of the explosion. If the norm
+still falls, another `HOLD` updates follow. If it is as before, the explosion leaves a limit: half of the
+gain that it had. The limit grows in proportion to the progress, with whatever batch, and is gone once it
+has doubled. Until then it is reported (`most_worth`), because a larger batch is worth no more than the
+limit allows.
 
 At a gain of 1 nothing is done: the user's own learning rate is the user's own.
 """
