@@ -9,7 +9,6 @@ old value is refused from then on (`TrainState.require_alive`, `Work.require_unu
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic
 
@@ -374,7 +373,7 @@ class StepMetrics(Generic[Number]):
     explodes: Number
     """Whether the gradient is so much larger than before that the next update has a gain of at most 1."""
     most_gain: Number
-    """Base steps that a step may be worth, at most; infinite if no earlier explosion limits it."""
+    """Base steps that a step may be worth, at most; 0 if no earlier explosion limits it."""
     noise: NoiseReadout[Number]
     """Estimate of the gradient noise after this step."""
     measured: MeasuredGroups[Number]
@@ -385,8 +384,7 @@ class StepMetrics(Generic[Number]):
     @property
     def grad(self: "StepMetrics[float]") -> GradGroups:
         """Moments of the gradient for decisions, and what else limits a step's worth. Host values only."""
-        most = None if math.isinf(self.most_gain) else self.most_gain
-        return dataclasses.replace(self.noise.expected, most_gain=most)
+        return dataclasses.replace(self.noise.expected, most_gain=self.most_gain or None)
 
     def noise_interval(self: "StepMetrics[float]", base_batch_size: int) -> NoiseInterval:
         """Return the noise scale with its 80 % interval, NaN if too little is known. Host values only."""

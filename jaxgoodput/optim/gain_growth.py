@@ -111,8 +111,9 @@ class GainGrowth:
 
     @property
     def most_worth(self) -> Array:
-        """Base steps that an update may be worth, at most; infinite if no explosion limits it for long."""
-        return jnp.where((self.exploded > 0) & (self.held <= 0), self.worth * self.regrown, jnp.inf)
+        """Base steps that an update may be worth, at most; 0 if no explosion limits it for long."""
+        # Not infinity: a step returns this, and under `jax_debug_infs` nothing may return one.
+        return jnp.where((self.exploded > 0) & (self.held <= 0), self.worth * self.regrown, 0)
 
     def after(
         self, grad_norm: Any, gain: Array, scale: Array, progressed: Array, progress: Array

@@ -191,7 +191,7 @@ class Decider:
         if metrics.is_finite:
             update = step.config, step.samples, metrics.loss, step.num_samples
             explodes = bool(metrics.explodes)
-            is_limited = math.isfinite(metrics.most_gain)
+            is_limited = metrics.most_gain > 0
             told = {"gain": metrics.gain, "is_limited": is_limited, "explodes": explodes}
             self.evidence.add(*update, **told)
         if not step.is_last:

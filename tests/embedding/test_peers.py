@@ -149,7 +149,7 @@ def test_a_round_ends_when_a_process_goes_or_it_is_stopped():
 
 
 def test_a_round_ends_when_a_connection_times_out_in_the_middle_of_a_message(monkeypatch):
-    ready = threading.Barrier(2)
+    ready, sent = threading.Barrier(2), threading.Event()
 
     def timed_out(message):
         raise TimeoutError("Connection timed out")
@@ -159,9 +159,15 @@ def test_a_round_ends_when_a_connection_times_out_in_the_middle_of_a_message(mon
             monkeypatch.setattr(peers._channels[1], "receive_bytes", timed_out)
         ready.wait()
         if rank == 1:
-            return peers.gather("a", 0, np.array([rank]))
+            try:
+                return peers.gather("a", 0, np.array([rank]))
+            finally:
+                sent.set()
         with pytest.raises(ConnectionError, match="process 1, which holds a part"):
             peers.gather("a", 0, np.array([rank]))
+        sent.wait(
+            30
+        )  # closing the connection now would fail the other one, which may still be sending
         return None
 
     together(2, run)

@@ -369,7 +369,7 @@ def test_metrics_come_off_the_wire_as_numbers_with_what_rides_along(known):
         progress=12.25,
         gain=1.0,
         explodes=jnp.asarray(True),
-        most_gain=jnp.inf,
+        most_gain=0.0,
         noise=noise,
         measured=MeasuredGroups(
             sqr=jnp.array([-4.0, 5.5, 6.5]), sqr_error=jnp.array([0.1, 0.2, 0.3]), var_error=0.25

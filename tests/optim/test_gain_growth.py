@@ -140,8 +140,8 @@ def test_after_it_a_limit_is_reported_that_holds_and_is_gone_once_progress_has_d
         scales[1001:7000] = 1.0  # the base batch meanwhile: the limit grows all the same
     found = limits(norms, wanted, power, scales, np.float32(start))
     factor, worth, most, progress = map(np.asarray, found)
-    assert np.isinf(most[:1000]).all() and factor[1000] > 1.5
-    holds = np.flatnonzero(np.isfinite(most))
+    assert not most[:1000].any() and factor[1000] > 1.5
+    holds = np.flatnonzero(most)
     first = 1000 + HOLD if stays else 1001  # a smaller batch has other norms
     assert list(holds) == list(range(first, holds[-1] + 1)), "one stretch"
     grown = most[holds[0]] / max(worth[1000] / 2, 1)
@@ -163,7 +163,7 @@ def test_the_limit_grows_in_runs_of_any_length(progress):
     later = growth.after(1.0, one / 4, 64 * one, one / 4, jnp.float32(1.5 * progress))
     assert float(later.most_worth) == pytest.approx(6)
     last = later.after(1.0, one / 4, 64 * one, one / 4, jnp.float32(2.001 * progress))
-    assert float(last.most_worth) == float("inf") and float(last.borne) > 8
+    assert float(last.most_worth) == 0 and float(last.borne) > 8
 
 
 @settings(max_examples=40, deadline=None)

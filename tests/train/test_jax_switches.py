@@ -81,7 +81,7 @@ COLUMNS = {
     ),
     "tables": Column(has_tables=True),
 }
-QUICK = {("NaN", "alone"), ("strict types", "saved and evaluated")}
+QUICK = {("both", "alone"), ("strict types", "saved and evaluated")}
 SLOW = {
     ("both", "replicas, micro-batches"),
     ("no transfer", "growing"),

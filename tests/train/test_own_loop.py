@@ -1,5 +1,6 @@
 """A loop of one's own with `jg.Tuner` decides as the Trainer does; clocks and noise are planted."""
 
+import contextlib
 import dataclasses
 import functools
 from collections import deque
@@ -235,6 +236,15 @@ def test_steps_measure_until_the_noise_is_known_and_then_as_often_as_pays():
         params, opt_state, loss = step(params, opt_state, data[i * size % 2048 :][:size])
         tuner.step(opt_state, loss, seconds=0.02)
     assert all(asked[:8]) and 1 <= sum(asked[20:]) <= 4
+
+
+def test_it_works_while_jax_looks_for_nan_and_infinity():
+    with contextlib.ExitStack() as switches:
+        for name in ("jax_debug_nans", "jax_debug_infs"):
+            switches.callback(jax.config.update, name, jax.config.values[name])
+            jax.config.update(name, True)
+        used, _ = sizes_of_an_own_loop(**CONSTANT, base_steps=40, compile_s=0)
+    assert max(used) > BASE
 
 
 def test_what_cannot_work_is_refused():

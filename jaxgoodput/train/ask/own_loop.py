@@ -219,7 +219,7 @@ class LoopReading:
     """What is read of a step: its metrics, and what tells whether the loop does as it was asked."""
 
     metrics: StepMetrics[Any]
-    """What decisions rest on; what the optimizer's state does not hold is NaN or 0."""
+    """What decisions rest on; what the optimizer's state does not hold is 0."""
     measured: Any
     """Whether the step measured the noise."""
     base_batches: Any
@@ -236,7 +236,7 @@ def _reading(own: PackedTree[Adaptation], loss: Any) -> PackedTree[LoopReading]:
     metrics = StepMetrics[Array](
         loss=loss,
         weight=jnp.ones(()),
-        grad_norm=jnp.full((), jnp.nan),
+        grad_norm=none,
         is_finite=jnp.isfinite(loss),
         num_skipped=none,
         skipped_in_a_row=none,
