@@ -19,7 +19,9 @@ import jaxgoodput as jg
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-SETTLE = 150  # steps after the first fit, until the cadence of the statistics is its own
+# From the first fit on, until the statistics have their cadence, and programs that are made ready beside
+# training, from the disk after the first turn, are there.
+SETTLE_S = 10.0
 
 
 class Task(jg.Trainer):
@@ -143,24 +145,28 @@ class Referee(jg.Hook):
 
 
 class Turn(jg.Hook):
-    """Times updates in the steady state of a run: after the first fit, and some steps more."""
+    """Times updates in the steady state of a run: some seconds after the first fit."""
 
     trainer: jg.Trainer
 
     def __init__(self, updates: int):
         self.updates = updates
-        self.begin: int | None = None
+        self.begin_s = math.inf
+        self.begin = 0
         self.at: list[tuple[float, float]] = []
 
     def on_tune_end(self, event, /):
-        if event.fit is not None and self.begin is None:
-            self.begin = event.step + SETTLE
+        if event.fit is not None and math.isinf(self.begin_s):
+            self.begin_s = time.perf_counter() + SETTLE_S
 
     def on_step_end(self, event, /):
-        if self.begin is not None and event.step in (self.begin, self.begin + self.updates):
-            self.at.append((event.at_s, time.process_time()))
-            if len(self.at) == 2:
-                self.trainer.finish()
+        if event.at_s < self.begin_s or (self.at and event.step < self.begin + self.updates):
+            return
+        self.at.append((event.at_s, time.process_time()))
+        if len(self.at) == 1:
+            self.begin = event.step
+        else:
+            self.trainer.finish()
 
     def found(self) -> tuple[float, float]:
         """Seconds of an update, by the clock and of the processor."""
