@@ -380,6 +380,9 @@ class Hints:
     """Squared norms of the expected gradient by group of parameters; empty if the noise is unknown."""
     grad_var: tuple[float, ...] = ()
     """Traces of the gradient's covariance for one base batch, by group of parameters."""
+    most_gain: float | None = None
+    """Base steps that an update may be worth at most, for a while after its gradient has exploded; None: no
+    such limit."""
     noise_confidence: float = 0.0
     """Effective number of samples behind these moments."""
     global_batch_size: int | None = None
@@ -403,7 +406,8 @@ class Hints:
             "max_micro_batches": (1, MOST_COUNTS // max(len(self.layouts), 1)),
             "global_batch_size": (1, _LARGEST_INT),
             **dict.fromkeys(
-                ("progress", "noise_confidence", "total", "throughput", "goodput"), (0, LARGEST)
+                ("progress", "most_gain", "noise_confidence", "total", "throughput", "goodput"),
+                (0, LARGEST),
             ),
         }
         for name, (low, high) in limits.items():

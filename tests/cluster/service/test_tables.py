@@ -80,6 +80,26 @@ def test_a_table_is_the_forecast_of_the_journal(run):
     assert table.largest == 8
 
 
+def test_a_limit_after_an_explosion_holds_in_the_tables_too(tmp_path, clock, run):
+    grad = dataclasses.replace(synthetic.tune_end(100, 200.0, synthetic.START).grad, most_gain=1.5)
+    limited = write(
+        tmp_path / "limited",
+        clock,
+        synthetic.fit_start(),
+        synthetic.tune_end(100, 200.0, synthetic.START, grad=grad),
+        synthetic.window(110, 220.0, 7040, synthetic.START),
+    )
+    hints = told(limited, KIND, 3, 1)
+    assert hints.most_gain == 1.5 and told(run, KIND, 3, 1).most_gain is None
+    offered = shapes_up_to(KIND, 16, 2)
+    forecasts = {one.shape: one.goodput for one in forecast(limited, offered).expected}
+    table = table_of(entry_of(hints), offered, 0.0).goodput
+    assert table == pytest.approx(forecasts, rel=1e-12)
+    free = table_of(entry_of(told(run, KIND, 3, 1)), offered, 0.0).goodput
+    assert all(table[shape] <= free[shape] for shape in free)
+    assert max(table.values()) < 0.9 * max(free.values())
+
+
 def test_hints_come_through_the_wire_as_they_are(run):
     hints = told(run, KIND, 3, 1)
     text = services.as_json(hints)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxgoodput.goodput.efficiency import GradGroups
 from jaxgoodput.observe import journal
 from jaxgoodput.observe.events import FitStart, Regrouped, Window
 from jaxgoodput.observe.forecast import StrategyRecord, learnt_of, limits_of, records_of
@@ -69,11 +70,16 @@ def _batch_limits(start: FitStart, num_layouts: int) -> dict[str, Any]:
 
 
 def _noise(learnt: Mapping[str, StrategyRecord]) -> dict[str, Any]:
-    """Return the gradient's squared norm and variance, the same for all strategies; {} if none was learnt."""
+    """Return what limits the worth of a batch, the same for all strategies; {} if nothing was learnt."""
     if not learnt:
         return {}
     grad = next(iter(learnt.values())).model.grad
-    return {"grad_sqr": _numbers(grad.sqr), "grad_var": _numbers(grad.var)}
+    most = grad.most_gain if isinstance(grad, GradGroups) else None
+    return {
+        "grad_sqr": _numbers(grad.sqr),
+        "grad_var": _numbers(grad.var),
+        "most_gain": None if most is None else _number(most),
+    }
 
 
 def _now(last: Window) -> dict[str, Any]:

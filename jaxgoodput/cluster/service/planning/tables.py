@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxgoodput.cluster.service.record.state import JobEntry
-from jaxgoodput.goodput.efficiency import Grad, GradGroups, GradParams
+from jaxgoodput.goodput.efficiency import GradGroups
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import PerfParams, Placement
 from jaxgoodput.goodput.search import BatchLimits, goodput_table
@@ -121,13 +121,10 @@ def _measured(hints: Hints, shapes: Sequence[Shape], largest: int) -> GoodputTab
 
 
 def _model(hints: Hints, layout: LayoutHints) -> tuple[GoodputModel, BatchLimits]:
-    if len(hints.grad_sqr) == 1:
-        grad: Grad = GradParams(sqr=hints.grad_sqr[0], var=hints.grad_var[0])
-    else:
-        grad = GradGroups(sqr=np.array(hints.grad_sqr), var=np.array(hints.grad_var))
+    moments = {"sqr": np.array(hints.grad_sqr), "var": np.array(hints.grad_var)}
     model = GoodputModel(
         perf=PerfParams(**vars(layout.cost)),
-        grad=grad,
+        grad=GradGroups(**moments, most_gain=hints.most_gain),
         base_batch_size=hints.base_batch_size,
         residuals=layout.residuals,
     )
