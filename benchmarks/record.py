@@ -19,6 +19,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -26,6 +27,7 @@ from typing import Any
 
 HERE = pathlib.Path(__file__).parent
 MEASURED = HERE.parent / "docs" / "measured"
+FOLDERS = re.compile(r"(?<![\w.])/(root|home|tmp|Users|work|mnt)/")
 
 
 def parsed(output: Iterable[str]) -> list[dict[str, Any]]:
@@ -101,7 +103,16 @@ def keep(
     machine: str,
     revision: str,
 ) -> None:
-    """Keep under `name` what a benchmark of that revision has printed on that machine."""
+    """Keep under `name` what a benchmark of that revision has printed on that machine.
+
+    Raises ValueError if it printed where that machine keeps its files, which nobody else needs to know.
+    """
+    lines = [*lines]
+    if named := [line for line in lines if FOLDERS.search(line)]:
+        raise ValueError(
+            f"{len(named)} lines name folders of the machine, the first is {named[0]!r:.200}. Nothing was "
+            "recorded: remove them, and record the rest with --printed."
+        )
     shown = " ".join(["python", f"benchmarks/{script.relative_to(HERE)}", *arguments])
     found = {
         "title": (ast.get_docstring(ast.parse(script.read_text())) or name)

@@ -250,10 +250,16 @@ class Pruning(Hook):
 
     It is for runs of one process. Each trial needs a workdir of its own, or it would resume another's run.
 
-    Raises (from the run) KeyError if an evaluation has no such metric.
+    Raises ValueError if `every_base_steps` is not above 0, and (from the run) KeyError if an evaluation has
+    no such metric.
     """
 
     def __init__(self, trial: Any, metric: str, *, every_base_steps: int | float):
+        if not 0 < every_base_steps < float("inf"):
+            raise ValueError(
+                f"Pruning: every_base_steps must be a number above 0, the interval of the evaluations; got "
+                f"{every_base_steps}."
+            )
         self._trial, self._metric, self._every = trial, metric, every_base_steps
         self._is_pruned = False  # the run may be ahead of its hooks, and be evaluated once more
 

@@ -250,3 +250,11 @@ def test_trials_with_other_batches_are_compared_at_equal_steps():
             )
             pruning.on_eval_end(done)
     assert {tuple(one.intermediate_values) for one in study.trials} == {(10, 20, 30, 40)}
+
+
+@pytest.mark.parametrize("every", [0, -5, float("nan"), float("inf")])
+def test_an_interval_without_multiples_is_refused(every):
+    with pytest.raises(
+        ValueError, match=f"every_base_steps must be a number above 0.*; got {every}"
+    ):
+        jg.trackers.Pruning(None, "off", every_base_steps=every)
