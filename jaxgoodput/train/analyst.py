@@ -16,7 +16,6 @@ from jaxgoodput.clock import Clock
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.observe import hooks as hooking
 from jaxgoodput.observe.events import Event, FitEnd, StepEnd
-from jaxgoodput.optim.gain_growth import HOLD
 from jaxgoodput.train.compile_ahead import CompilationStarter, StrategyCompiler
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import DEPTH, Control, Requests
@@ -32,10 +31,6 @@ from jaxgoodput.tune.tuner import TunerAnswer, TunerThread
 # Seconds between two looks at finished steps, and steps after which one comes earlier: short steps are dealt
 # with together.
 REST_S, MOST_TOGETHER = 0.02, 32
-EXPLODES = (
-    "step %d: the gradient explodes, with a norm of %.3g: the learning rate, %.3g times your own, may be too "
-    "large at this batch. It is your own in the next %d steps, which show if the noise has grown instead."
-)
 
 
 class Analyst:
@@ -206,8 +201,6 @@ class Analyst:
         every = self._decider.cadence.every
         self._decider.add(ticket, metrics, result.parts, self._clock.now())
         self._post_cadence(every)
-        if metrics.explodes:
-            logging.warning(EXPLODES, ticket.step, metrics.grad_norm, metrics.gain, HOLD)
         self._reporter.add(result)
         if not ticket.is_last:
             return  # what follows is the same for all that were dispatched together

@@ -23,7 +23,7 @@ from jaxgoodput.parallel.move import MoveDoesNotFit
 from jaxgoodput.parallel.partition import CannotDivide
 from jaxgoodput.train.compile_sizes import SizeCompiler
 from jaxgoodput.tune.block_times import SHORT_S
-from jaxgoodput.tune.exploring import ASSUMED_DELAY, EARNINGS, AccountState, Explorer
+from jaxgoodput.tune.exploring import ASSUMED_DELAY, EARNINGS, AccountState, Explorer, Looks
 from jaxgoodput.tune.payoff import strategies_pay
 from jaxgoodput.tune.plan import BatchPlan, Indivisible
 from jaxgoodput.tune.timings import DispatchedStep, TimingTable
@@ -48,9 +48,6 @@ TRIAL_WAIT_S = (
     5.0  # for the trial of a compiled size, before the noise of the one in use is measured
 )
 PATIENCE = 3.0  # times as long as expected that training waits for a compilation
-# Steps between two looks at whether compiling another size pays. A look may take as long
-# as several short steps, so a share of the time passed lies between them too, half a second at most.
-CONSIDER_EVERY, CONSIDER_SHARE, CONSIDER_S = 16, 0.02, 0.5
 COMPILER_CORES = 1.8  # that a compilation keeps busy
 LEAST_DELAY, MOST_DELAY = 0.1, 0.9  # shares of a compilation's seconds, on a CPU
 
@@ -536,13 +533,12 @@ class CompilationStarter:
         self._strategy = ""  # whose size is being compiled
         self._latest: BatchConfig | None = None
         self._num_steps = 0  # with it, since its trial
-        self._considered_at, self._considered_s = 0, began_s  # step and time
+        self._looks = Looks(began_s)
         self._due_since_s = began_s  # when no trial was due last
 
     def is_time(self, step: int, now_s: float) -> bool:
         """Whether to `consider` another size again."""
-        rest_s = min(CONSIDER_SHARE * (now_s - self._began_s), CONSIDER_S)
-        return step >= self._considered_at + CONSIDER_EVERY and now_s >= self._considered_s + rest_s
+        return self._looks.is_time(step, now_s)
 
     @property
     def outlook(self) -> str:
@@ -609,7 +605,7 @@ class CompilationStarter:
         Returns False: no size is ready at once.
         """
         strategies = self._strategies
-        self._considered_at, self._considered_s = situation.step, now_s
+        self._looks.looked(situation.step, now_s)
         whole_s = WHOLE * self._compile_s
         num_strategies = strategies.num_strategies
         if of_all and num_strategies > 1:

@@ -10,10 +10,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+from absl import logging
+
 from jaxgoodput.engine.state import StepMetrics
 from jaxgoodput.goodput.efficiency import noise_scale
 from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
+from jaxgoodput.optim.gain_growth import HOLD
 from jaxgoodput.train.config import Statistics, Tuning
 from jaxgoodput.tune.batch import tune, undo_leap
 from jaxgoodput.tune.cadence import FIRST_CADENCE, NoiseCadence
@@ -38,6 +41,10 @@ from jaxgoodput.tune.verdict import PROBE_STEPS, Caution, Situation, StrategyOpt
 # to 2.3 times as long before the compiler's threads yielded, and elsewhere they still may, so only a change
 # that promises to double the goodput is believed.
 UNKNOWN_DOUBT = 1.0
+_EXPLODES = (
+    "step %d: the gradient explodes: the learning rate, %.3g times your own, may be too large at this batch. "
+    "It is your own in the next %d steps, which show if the noise has grown instead."
+)
 
 
 @runtime_checkable
@@ -190,7 +197,8 @@ class Decider:
         self._learn_time(step, metrics, parts, is_changed=is_changed)
         if metrics.is_finite:
             update = step.config, step.samples, metrics.loss, step.num_samples
-            explodes = bool(metrics.explodes)
+            if explodes := bool(metrics.explodes):
+                logging.warning(_EXPLODES, step.step, metrics.gain, HOLD)
             is_limited = metrics.most_gain > 0
             told = {"gain": metrics.gain, "is_limited": is_limited, "explodes": explodes}
             self.evidence.add(*update, **told)

@@ -42,6 +42,12 @@ ASSUMED_DELAY = 0.3
 # Training waits for a size that may gain so much: the run loses little by that, and has it sooner.
 HURRY, FEW_CORES_DELAY = 2.0, 0.5
 SEVERAL = 0.9  # hope of several micro-batches, over a single one of as many samples
+# Between two looks at whether compiling another size pays. One may take as long as several short steps.
+LOOK_STEPS, LOOK_SHARE, MOST_LOOK_S = (
+    16,
+    0.02,
+    0.5,
+)  # and a share of the time passed, up to so many seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +169,23 @@ class _Outcomes:
             # Nothing was found, so that a shorter forecast is not a saving.
             expected_s = account.expected_s
             account.expected_s = min(expected_s, total_s) if situation.disturbed else total_s
+
+
+class Looks:
+    """When to look again whether compiling another size pays. `began_s` is the time when training begins."""
+
+    def __init__(self, began_s: float):
+        self._began_s = began_s
+        self._step, self._now_s = 0, began_s  # of the latest one
+
+    def is_time(self, step: int, now_s: float) -> bool:
+        """Return whether enough steps and seconds have passed."""
+        rest_s = min(LOOK_SHARE * (now_s - self._began_s), MOST_LOOK_S)
+        return step >= self._step + LOOK_STEPS and now_s >= self._now_s + rest_s
+
+    def looked(self, step: int, now_s: float) -> None:
+        """Note a look."""
+        self._step, self._now_s = step, now_s
 
 
 class Explorer:

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import logging
 from jaxtyping import Array, PyTree
 
 from jaxgoodput._pytree import PackedTree, struct
@@ -29,16 +28,10 @@ from jaxgoodput.goodput.memory import StepBytes
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.optim import adaptation
 from jaxgoodput.optim.adaptation import Adaptation, AdaptiveState
-from jaxgoodput.optim.gain_growth import HOLD
-from jaxgoodput.train.compile_ahead import (
-    CONSIDER_EVERY,
-    CONSIDER_S,
-    CONSIDER_SHARE,
-    fixed_on_cpu_s,
-)
+from jaxgoodput.train.compile_ahead import fixed_on_cpu_s
 from jaxgoodput.train.config import Statistics, Tuning
 from jaxgoodput.train.decider import Decider
-from jaxgoodput.tune.exploring import Explorer
+from jaxgoodput.tune.exploring import Explorer, Looks
 from jaxgoodput.tune.payoff import RunLength
 from jaxgoodput.tune.plan import BatchPlan, batch_plan
 from jaxgoodput.tune.timings import DispatchedStep, Parts, TimingTable
@@ -48,10 +41,6 @@ from jaxgoodput.tune.verdict import Situation, StrategyOption, Verdict
 LEAST_COMPILE_S = 1e-9  # a price of 0 would mean that nothing was compiled
 WRONG_SHARE = 0.01  # by which a batch may differ from what was asked for: roundings
 _NOTHING = StepBytes(arguments=0, outputs=0, temporaries=0)
-_EXPLODES = (
-    "step %d: the gradient explodes: the learning rate, %.3g times your own, may be too large at this batch. "
-    "It is your own in the next %d steps, which show if the noise has grown instead."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +89,7 @@ class LoopSizes:
         self._compiled: set[int] = set()  # sizes of which a program was compiled
         self._first_steps: list[FirstStep] = []
         self._offer: Offer | None = None
-        self._considered_at, self._considered_s = 0, 0.0
+        self._looks = Looks(0.0)
 
     # -- as `UsableSizes` --------------------------------------------------------------------------
 
@@ -129,8 +118,7 @@ class LoopSizes:
 
     def is_time(self, step: int, now_s: float) -> bool:
         """Whether to `consider` another size again."""
-        rest_s = min(CONSIDER_SHARE * now_s, CONSIDER_S)
-        return step >= self._considered_at + CONSIDER_EVERY and now_s >= self._considered_s + rest_s
+        return self._looks.is_time(step, now_s)
 
     def is_new(self, size: int, *, measures: bool) -> bool:
         """Return whether a step of this size, measuring the noise or not, would be the first of its kind."""
@@ -193,7 +181,7 @@ class LoopSizes:
 
         An offer is charged when it is compiled. Another one replaces it if no verdict has chosen it.
         """
-        self._considered_at, self._considered_s = situation.step, now_s
+        self._looks.looked(situation.step, now_s)
         explorer, caution = self._explorer, situation.caution
         # A verdict would not use it yet.
         is_early = situation.steps_since_change < caution.dwell_steps
@@ -493,8 +481,6 @@ class Tuner:
         if step.compiles:
             self._sizes.compiled(about.config, seconds)
         metrics = reading.metrics
-        if metrics.explodes:
-            logging.warning(_EXPLODES, about.step, metrics.gain, HOLD)
         self._progress = metrics.progress
         parts = Parts(step_s=math.nan if step.compiles or is_disturbed else seconds)
         self._decider.add(about, metrics, parts, self._passed_s)
