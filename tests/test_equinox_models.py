@@ -143,6 +143,7 @@ def test_it_trains_on_two_devices_is_saved_and_restored(tmp_path, make):
     assert jax.tree.structure(params) == jax.tree.structure(resumed.params)
 
 
+@pytest.mark.slow
 def test_to_name_a_model_starts_no_device():
     """A script names its model when it is imported, and joins its job later."""
     text = """

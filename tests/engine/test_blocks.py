@@ -174,6 +174,7 @@ def engine_of(model, tmp_path, optimizer="momentum", dtype=None):
     return engine, whole, lambda tree: jax.tree.map(lambda x: engine.layout.put(x, sharding), tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, pytest.param("bfloat16", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("model, optimizer", PAIRS)
 def test_a_block_is_its_steps_up_to_rounding(tmp_path, model, optimizer, dtype):

@@ -172,6 +172,7 @@ def test_accumulation_holds_no_collective(deep_engine):
         assert "HloModule" in text and collectives(text) == []
 
 
+@pytest.mark.slow
 def test_a_step_is_one_all_reduce_with_statistics_or_without(deep_engine):
     programs, shape = deep_engine.programs, deep_engine.shape(SIZE)
     for measure in (False, True):
@@ -191,6 +192,7 @@ def test_statistics_cost_about_a_hundredth_of_the_flops(deep_engine):
     assert plain < measured <= 1.011 * plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "share"), [(64, 1 / 4), (SIZE, 1 / 16)])
 @pytest.mark.parametrize("strategy", [Strategy(), Strategy(fsdp=4)], ids=lambda s: s.name)
 def test_a_part_of_the_rows_costs_its_share_more(strategy, size, share):

@@ -190,6 +190,7 @@ def by_length(params, batch, key):
     return jnp.linalg.norm(batch["x"] * params["w"][None], axis=-1) * residual(params, batch) ** 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss, strategy",
     [

@@ -211,6 +211,7 @@ def test_model_state_and_random_numbers_go_on_across_layouts():
     assert len(set(np.round(draws((here, there, here)), 3))) == 3
 
 
+@pytest.mark.slow
 def test_a_used_work_is_refused_and_the_state_is_intact(batch, at_home):
     engine = at_home(Strategy(data=8))
     other = Strategy(fsdp=8).on(jax.devices())

@@ -12,6 +12,7 @@ from jaxgoodput.parallel.strategy import Strategy
 MARKS = {"Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize(
     "strategy", [Strategy(data=8), Strategy(fsdp=4, tensor=2)], ids=lambda s: s.name

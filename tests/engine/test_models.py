@@ -412,6 +412,7 @@ def test_a_pipeline_trains_as_the_scan_does():
     assert_same_training("pipeline", found, expected)
 
 
+@pytest.mark.slow
 def test_bare_constraints_change_nothing():
     expected, _ = after_five_steps("llama", Strategy())
     assert_same_training("constrained", after_five_steps("constrained", Strategy())[0], expected)

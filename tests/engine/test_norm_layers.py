@@ -178,6 +178,7 @@ def test_layers_that_jax_remembers_are_named(rng, wrap):
         engines.run(engine, engine.init(jax.random.key(0)), [rows(rng, 8)])
 
 
+@pytest.mark.slow
 def test_a_norm_of_something_else_than_samples_is_left_alone(rng):
     class Tabled(nn.Module):
         @nn.compact

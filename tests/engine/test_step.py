@@ -214,6 +214,7 @@ def gradient(params, rows):
     return {"b": g[0], "w": g[1:]}
 
 
+@pytest.mark.slow
 def test_schedules_follow_progress_and_the_gain_multiplies_what_comes_out(key, rng):
     # The rate is the count it was called with: the update tells which.
     engine = make(

@@ -122,6 +122,7 @@ def test_a_topology_that_is_not_there(script):
     assert all(float(row["step ms"]) > 0 for row in table.values())
 
 
+@pytest.mark.slow
 def test_without_the_tpu_compiler_the_remedy_is_named(script):
     if importlib.util.find_spec("libtpu") is not None:
         pytest.skip("the TPU compiler is installed")

@@ -283,6 +283,7 @@ def test_what_the_loss_says_of_a_larger_batch_reaches_the_next_verdicts(course, 
         assert "times as large, by how the loss fell" in last.verdict.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("explodes", [False, True])
 def test_a_leap_sends_the_run_back_at_once_until_the_rate_has_halved(course, explodes):
     run = course(start=2048, ready=(512, 2048))

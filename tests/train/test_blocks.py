@@ -235,6 +235,7 @@ def test_blocks_that_take_longer_than_single_steps_are_given_up(tmp_path, sizes,
 BATCH = BatchConfig(num_replicas=1, micro_batch_size=16, num_micro_batches=1)
 
 
+@pytest.mark.slow
 @given(
     slow=st.lists(st.booleans(), min_size=1, max_size=9),
     step=st.integers(0, 10**6),

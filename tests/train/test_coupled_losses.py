@@ -297,6 +297,7 @@ def test_whole_is_one_micro_batch_that_sees_all_rows(tmp_path, told):
     np.testing.assert_allclose([s.metrics["loss"] for s in seen.of(StepEnd)], wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_whole_does_not_fall_back_on_micro_batches_where_memory_is_short(tmp_path):
     settings = config(tmp_path, loss="whole", tuning__accumulate=True, execution__memory_bytes=1000)
     with pytest.raises(ValueError, match="a step with 16 samples per replica needs"):

@@ -304,6 +304,7 @@ def test_reads_that_fail_in_passing_before_training_keep_no_run_from_starting(tm
     np.testing.assert_array_equal(trainer.fit().params["count"], 1)
 
 
+@pytest.mark.slow
 def test_an_evaluation_reads_by_threads_and_again(tmp_path):
     class Held(Evaluated):
         def eval_dataset(self) -> Any:

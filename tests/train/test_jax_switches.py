@@ -228,6 +228,7 @@ class Wrong(Net):
         return data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value, found", [(np.nan, "nan"), (np.inf, "inf")])
 def test_a_nan_of_the_users_own_is_named_with_the_step(tmp_path, value, found):
     made = config(tmp_path, base_steps=float(NUM_STEPS), shuffle=False)

@@ -46,6 +46,7 @@ class Submitting(Loop):
         raise NotImplementedError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 8])
 def test_a_step_is_dispatched_while_the_one_before_runs_and_no_further(tmp_path, count):
     """The results of three steps are held back until the step behind each was dispatched."""
@@ -77,6 +78,7 @@ def test_a_step_is_dispatched_while_the_one_before_runs_and_no_further(tmp_path,
     assert not impatient
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 8])
 def test_the_mask_that_full_micro_batches_share_is_neither_given_away_nor_changed(tmp_path, count):
     masks = []
@@ -162,6 +164,7 @@ def test_the_instrument_sees_every_way_to_wait(pulls):
         assert len(pulls) > before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("statistics_every", [1, 3])
 def test_the_loop_never_asks_for_a_value(tmp_path, pulls, count, statistics_every):
@@ -237,6 +240,7 @@ def switching(tmp_path, sizes, **settings):
     return seen, found
 
 
+@pytest.mark.slow
 def test_the_watcher_lets_go_of_what_steps_have_used(tmp_path):
     """The loop would wait for Python's lock at each array. Nothing is kept when the run is over."""
     dropped, has_let_go = [], threading.Semaphore(0)
@@ -366,6 +370,7 @@ def test_a_size_is_used_only_once_it_is_ready(tmp_path):
     assert seen.of(StepEnd)[-1].config.micro_batch_size == max(SIZES)
 
 
+@pytest.mark.slow
 def test_a_compilation_that_fails_in_the_background_stops_the_run(tmp_path):
     class Broken(Greedy):
         def look(self):

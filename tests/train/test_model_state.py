@@ -52,9 +52,12 @@ class UndeclaredCounts(Counts):
     summed = ()
 
 
+OTHER_SPLITS = [(1, 16, 96), (1, 4, 96), (4, 2, 91)]
+
+
 @pytest.mark.parametrize(
     ("num_devices", "micro", "num_samples"),
-    [(1, 16, 96), (1, 4, 96), (4, 4, 96), pytest.param(4, 2, 91, marks=pytest.mark.slow)],
+    [(4, 4, 96), *(pytest.param(*x, marks=pytest.mark.slow) for x in OTHER_SPLITS)],
 )
 def test_counts_are_exact_for_every_split(tmp_path, num_devices, micro, num_samples):
     data = rows(num_samples)
@@ -67,6 +70,7 @@ def test_counts_are_exact_for_every_split(tmp_path, num_devices, micro, num_samp
     np.testing.assert_array_equal(seen["positive"], 2 * (data["x"] > 0).sum(axis=0))
 
 
+@pytest.mark.slow
 def test_counts_that_are_not_declared_are_refused_with_several_replicas(tmp_path):
     with pytest.raises(ValueError, match="seen/positive, seen/samples adds up over samples"):
         UndeclaredCounts(config(tmp_path), devices=jax.devices()[:2]).fit()
@@ -86,6 +90,7 @@ def test_counts_are_refused_before_other_processes_can_join(tmp_path):
         try_state(setup, engine, engine.init(jax.random.key(0)), resumed=False)
 
 
+@pytest.mark.slow
 def test_counts_are_refused_before_another_strategy_is_tried(tmp_path):
     strategies = (Strategy(fsdp=2), Strategy(data=2))
     with pytest.raises(ValueError, match="seen/samples adds up .* under the strategy data2"):
@@ -125,6 +130,7 @@ def test_what_a_refusal_says_of_a_place_in_a_queue_works(tmp_path):
     np.testing.assert_array_equal(alone["ring"], together["ring"])
 
 
+@pytest.mark.slow
 def test_an_average_of_sums_is_not_taken_for_a_sum(tmp_path):
     class Averaged(Mean):
         def init(self, key) -> Any:
@@ -138,6 +144,7 @@ def test_an_average_of_sums_is_not_taken_for_a_sum(tmp_path):
     Averaged(settings, devices=jax.devices()[:2]).fit()
 
 
+@pytest.mark.slow
 def test_an_integer_that_depends_on_the_samples_is_refused_with_several_replicas(tmp_path):
     class Largest(Mean):
         def init(self, key) -> Any:

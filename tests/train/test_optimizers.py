@@ -86,6 +86,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "optimizer", "strategy", "accumulate"), CASES)
 def test_noise_gain_and_progress_are_those_of_the_leaves_that_move(
     tmp_path, way, optimizer, strategy, accumulate
@@ -189,6 +190,7 @@ class Halves(Mean):
         return jax.tree.map(lambda x: x.astype(jnp.bfloat16), super().init(key))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adam", "lion", "adagrad"])
 def test_the_state_of_an_optimizer_keeps_its_types_beside_float32_gradients(tmp_path, name):
     tx = getattr(optax, name)(0.01)

@@ -375,6 +375,7 @@ def test_neither_compiling_nor_deciding_is_step_time(monkeypatch, large_fixed_pa
     assert {(BASE, True), (SIZES[-1], False)} <= timed(tuner)
 
 
+@pytest.mark.slow
 def test_the_price_of_a_size_is_told_by_several_steps(large_fixed_part):
     """A second step that compiles again would make the first compilation look free."""
     for num_compiled in (1, 2):

@@ -199,6 +199,7 @@ def test_a_file_that_cannot_be_read_is_named_and_left_out(tmp_path):
     assert Memory.at(path).earlier is not None  # what this run learned is in its place
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path):
     folder = tmp_path / "compilation_cache" / FOLDER
     folder.parent.mkdir()
@@ -298,6 +299,7 @@ def test_readers_find_whole_files_while_several_write(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
+@pytest.mark.slow
 def test_noise_taken_on_trust_gives_way_to_what_is_measured():
     tx = adaptive(optax.sgd(0.1), lambda *_: 1.0, base_batch_size=4)
     params = {"a": np.zeros(3, np.float32), "b": np.zeros(2, np.float32)}

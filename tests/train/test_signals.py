@@ -122,6 +122,7 @@ def given_back(own_handlers):
     return not heard
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_between_steps_is_heard_at_the_next(tmp_path, own_handlers, signum):
     seen = Recorder(lambda e: send(signum) if e.step == 3 else None)
@@ -136,6 +137,7 @@ def test_a_signal_between_steps_is_heard_at_the_next(tmp_path, own_handlers, sig
     assert seen.of(FitEnd)[0].reason == "preempted"
 
 
+@pytest.mark.slow
 def test_a_signal_during_compilation_ends_a_run_that_has_nothing_to_lose(tmp_path, own_handlers):
     class Compiling(Counting):
         def loss(self, params, batch, key):
@@ -168,6 +170,7 @@ class Signalled(Evaluated):
         return super().summarize(outputs)
 
 
+@pytest.mark.slow
 def test_a_signal_during_an_evaluation_is_heard_at_the_next_step(tmp_path, own_handlers):
     settings = counting_config(tmp_path, evaluation__every_base_steps=4.0)
     with pytest.raises(Preempted) as stopped:
@@ -186,6 +189,7 @@ def test_a_second_sigint_interrupts_at_once(tmp_path, own_handlers):
     assert given_back(own_handlers)
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_does_not_hurry(tmp_path, own_handlers):
     # Schedulers repeat themselves; what is being saved must not be cut off by it.
     settings = counting_config(tmp_path, evaluation__every_base_steps=4.0)

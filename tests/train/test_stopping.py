@@ -203,6 +203,7 @@ def test_training_waits_for_hooks_that_are_far_behind_and_names_the_slow_one(
     assert "Slow" in line
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_left_where_a_stop_is_asked_for(tmp_path):
     class Asking(Evaluated):
         batches = 0

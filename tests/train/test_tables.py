@@ -221,6 +221,7 @@ def test_rows_of_a_checkpoint_that_another_process_cannot_read_are_put_away(
     same_rows(rows_of(again), whole[1])
 
 
+@pytest.mark.slow
 def test_a_full_disk_of_a_table_is_not_said_to_be_the_workdirs(tmp_path, monkeypatch, caplog):
     def refuses(*_, **options):
         raise OSError(
@@ -234,6 +235,7 @@ def test_a_full_disk_of_a_table_is_not_said_to_be_the_workdirs(tmp_path, monkeyp
     assert said and all("make room there" in x and "writable" not in x for x in said)
 
 
+@pytest.mark.slow
 def test_what_feeding_takes_is_told_of_every_window(tmp_path, monkeypatch):
     monkeypatch.setattr(TableFeed, "feeding_s", 1e-5)  # less than any step takes
     seen = Recorder()

@@ -299,6 +299,7 @@ def test_the_noise_is_measured_anew_after_every_change_of_the_batch(tmp_path, co
         assert all(age <= oldest for seen in ages.values() for age in seen[16:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [{"epochs": 4}, {"base_steps": 16.0}], ids=["epochs", "base_steps"])
 def test_a_decay_ends_where_the_run_does(tmp_path, end):
     """64 samples are 4 base steps an epoch; the batch is four times as large from step 2 on."""

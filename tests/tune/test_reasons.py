@@ -173,6 +173,7 @@ def digits(number):
     return float(number) == float(f"{float(number):.2g}")
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None, phases=UNSHRUNK, report_multiple_bugs=False)
 @given(st.data())
 def test_every_reason_says_what_is_known_and_what_is_hoped(data):
@@ -212,6 +213,7 @@ def test_every_reason_says_what_is_known_and_what_is_hoped(data):
             assert not (is_new and not situation.disturbed) or re.search(DURATION, reason), reason
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, phases=UNSHRUNK)
 @given(st.data())
 def test_a_verdict_that_keeps_the_batch_on_measurements_names_them(data):
@@ -226,6 +228,7 @@ def test_a_verdict_that_keeps_the_batch_on_measurements_names_them(data):
         assert f"steps of {' and '.join(map(str, sorted(timed)))}" in verdict.reason
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, phases=UNSHRUNK)
 @given(
     data=st.data(),
