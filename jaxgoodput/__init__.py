@@ -15,6 +15,7 @@ Training:
   BatchLimits           The batches that the user allows, in samples. No step ever uses another one
   TrainState            Everything that training needs to continue, as device values
   Loss                  Loss of a micro-batch with its weight
+  InTurns               Optimizers that take turns: an update moves the part of the parameters with one name
   Variables             What `Trainer.init` returns for a model with mutable state or its own partitioning
   FromCheckpoint        Initial values from another run, for `Trainer(initial=...)`
   load                  Load the parameters and the model state of a run as NumPy arrays
@@ -112,6 +113,7 @@ _NAMES = {
     "observe.hooks": "Every Hook Profile",
     "optim.adaptation": "gain grad_groups noise_state progress",
     "optim.adaptive": "adaptive",
+    "optim.named": "InTurns",
     "optim.noise": "NoiseSample value_grad_and_noise",
     "parallel.pipeline": "bubble_fraction pipeline",
     "parallel.strategy": "Layout Strategy candidates",

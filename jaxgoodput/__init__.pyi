@@ -44,6 +44,7 @@ from jaxgoodput.optim.adaptation import grad_groups as grad_groups
 from jaxgoodput.optim.adaptation import noise_state as noise_state
 from jaxgoodput.optim.adaptation import progress as progress
 from jaxgoodput.optim.adaptive import adaptive as adaptive
+from jaxgoodput.optim.named import InTurns as InTurns
 from jaxgoodput.optim.noise import NoiseSample as NoiseSample
 from jaxgoodput.optim.noise import value_grad_and_noise as value_grad_and_noise
 from jaxgoodput.parallel.pipeline import bubble_fraction as bubble_fraction

@@ -31,6 +31,7 @@ from jax._src import config as jax_config
 from jax._src.lib import _jax as runtime  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib import utils as runtime_utils  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import multihost_utils
+from jax.interpreters import ad
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
@@ -120,6 +121,14 @@ def looks_for() -> str | None:
     """Return the name of a switch that is set and makes a NaN or an infinity an error; None if none is."""
     names = ("jax_debug_nans", "jax_debug_infs")
     return next((name for name in names if getattr(jax.config, name)), None)
+
+
+def zero_cotangent(like: Any) -> Any:
+    """Return what the function that `jax.vjp` returns takes for a result that counts for nothing.
+
+    Nothing is computed for it. For an array of zeros everything is: XLA may not drop a product with 0.
+    """
+    return ad.Zero(jax.typeof(like).to_ct_aval())
 
 
 @contextlib.contextmanager

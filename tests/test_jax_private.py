@@ -54,6 +54,15 @@ def test_the_installed_version_is_supported():
     _jax.require_known_version()
 
 
+def test_nothing_is_computed_for_a_result_whose_cotangent_is_zero():
+    def grads(x):
+        (first, _), pull_back = jax.vjp(lambda x: (jnp.sin(x), jnp.tanh(x)), x)
+        return pull_back((jnp.ones_like(first), _jax.zero_cotangent(first)))
+
+    assert "tanh" not in str(jax.jit(grads).lower(1.0).compile().as_text())
+    np.testing.assert_allclose(grads(1.0)[0], np.cos(1.0), rtol=1e-6)
+
+
 def test_a_signal_knows_whether_the_main_thread_waits_for_xla():
     def deep(x):
         for _ in range(100):

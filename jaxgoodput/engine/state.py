@@ -62,6 +62,63 @@ class Loss:
             weight = jnp.ones_like(sum)
         return cls(sum=sum, weight=weight, aux=aux)
 
+    @classmethod
+    def weighted(
+        cls, losses: Mapping[str, Leaf], weights: Mapping[str, float] | None = None
+    ) -> "Loss":
+        """Return the weighted sum of several losses, for one optimizer. Each is reported by its name.
+
+        `losses` are losses per sample, `[batch]`, by name. A name without a weight has weight 1. What is
+        reported is a loss before its weight. For an optimizer for each loss, return a dict of losses instead.
+
+        Raises ValueError for a weight without a loss, and TypeError for a loss that is not one per sample.
+
+        >>> loss = Loss.weighted({"fit": jnp.ones(2), "size": jnp.full(2, 3.0)}, {"size": 0.1})
+        >>> [round(float(x), 2) for x in loss.sum]
+        [1.3, 1.3]
+        """
+        weights = weights or {}
+        if unknown := sorted(set(weights) - set(losses)):
+            raise ValueError(
+                f"Loss.weighted has a weight for {', '.join(map(repr, unknown))}, and its losses are "
+                f"{', '.join(map(repr, losses))}. Use one of these names."
+            )
+        for name, loss in losses.items():
+            if isinstance(loss, Loss) or jnp.ndim(loss) != 1:
+                raise TypeError(
+                    f"Loss.weighted: {name!r} is {_shown(loss)}, and losses that are added up must be one "
+                    "number per sample, [batch]. Leave out the mean or sum over samples. If losses have "
+                    "different weights per sample, such as tokens, add up the sums yourself and return "
+                    "Loss.of(sum, weight)."
+                )
+        total = sum(weights.get(name, 1.0) * loss for name, loss in losses.items())
+        return cls.of(total, **losses)
+
+
+def _shown(loss: Any) -> str:
+    """Return what a loss is, for an error."""
+    return type(loss).__name__ if isinstance(loss, Loss) else f"of shape {jnp.shape(loss)}"
+
+
+@struct
+class NamedLosses(Loss):
+    """Losses by name, each of which trains its own part of the parameters. A run makes it of a task's dict.
+
+    As a `Loss` it is the sum of all, per sample if all are, which suits checks of what the loss depends on.
+    """
+
+    parts: Mapping[str, Leaf] = dataclasses.field(default_factory=dict)
+    """Losses by name, each per sample `[batch]`, a `Loss` or a scalar mean."""
+
+    @classmethod
+    def together(cls, parts: Mapping[str, Any]) -> "NamedLosses":
+        """Return these losses, with their sum."""
+        each = [wide(x.sum if isinstance(x, Loss) else x) for x in parts.values()]
+        if any(jnp.ndim(x) == 0 for x in each):
+            each = [jnp.sum(x) for x in each]
+        total = sum(each)
+        return cls(sum=total, weight=jnp.ones_like(total), parts=dict(sorted(parts.items())))
+
 
 @struct
 class Variables:
@@ -192,13 +249,14 @@ class Sums:
     grads: PyTree
     """Sum of the loss gradient over samples, at least float32, of trainable leaves."""
     loss: Leaf
-    """Sum of losses."""
+    """Sum of losses; with named updates `[names]`."""
     weight: Leaf
-    """Sum of loss weights."""
+    """Sum of loss weights; with named updates `[names]`."""
     samples: Leaf
     """Number of real samples, without padding."""
     groups: Leaf
-    """Micro-batches with any weight; or samples, if noise comes from normalisation layers."""
+    """Micro-batches with any weight, with named updates `[names]`; or samples, if noise comes from
+    normalisation layers."""
     norms: Leaf
     """Sum of |gradient sum|^2 / weight over `groups`, `[leaves]`."""
     factors: Mapping[int, Leaf]

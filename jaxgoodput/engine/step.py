@@ -32,6 +32,7 @@ from jaxgoodput.engine import norm_layers
 from jaxgoodput.engine.gradients import swapped_value_and_grad
 from jaxgoodput.engine.state import (
     Loss,
+    NamedLosses,
     RefusedUpdates,
     StepMetrics,
     Sums,
@@ -123,6 +124,61 @@ class Problem:
             return None
         return noise.preconditioner(opt_state, kept, by_leaf=self.moments)
 
+    def is_settled(self, opt_state: PyTree) -> Array:
+        """Return whether the preconditioner has seen enough updates for the noise to count."""
+        return noise.is_settled(opt_state)
+
+    # -- what several losses with an optimizer each do otherwise (`programs.named`) --------------
+
+    @property
+    def reported(self) -> tuple[str, ...]:
+        """Names of the numbers that `report` adds to the user's own."""
+        return ()
+
+    def report(self, opt_state: PyTree, losses: Array) -> dict[str, Array]:
+        """Return numbers to report beside the user's own, after an update for these losses."""
+        del opt_state, losses
+        return {}
+
+    def param_groups(self, kept: PyTree) -> tuple[str, ...]:
+        """Return the names of the groups of parameters whose noise is measured separately."""
+        return noise.leaf_groups(self.moving(kept))[0]
+
+    def turn(self, step: Any) -> dict[str, Array]:
+        """Return what else an update depends on after `step` others, as arguments of `tx.update`."""
+        del step
+        return {}
+
+    def measured_every(self, steps: int) -> int:
+        """Return the steps between two that measure the noise, at least `steps`."""
+        return steps
+
+    def value_and_grad(
+        self, objective: Callable[..., Any], turn: Mapping[str, Array], *, swaps: bool
+    ) -> Callable[..., Any]:
+        """Return `jax.value_and_grad` of an objective that also returns other results."""
+        del turn
+        if swaps:
+            return swapped_value_and_grad(objective)
+        return jax.value_and_grad(objective, has_aux=True)
+
+    def of_leaves(self, number: Array, tree: PyTree) -> list[Array]:
+        """Return the number, such as a loss weight, that holds for each leaf of a gradient tree."""
+        return [number] * len(jax.tree.leaves(tree))
+
+    def of_norms(self, number: Array, grads: PyTree) -> Array:
+        """Return a number in a form that multiplies norms of moving leaves, `[leaves]`."""
+        del grads
+        return number
+
+    def total(self, losses: Array) -> Array:
+        """Return the loss of the run."""
+        return losses
+
+    def least(self, numbers: Array) -> Array:
+        """Return the weight, or the number of noise groups, that is reported of a batch."""
+        return numbers
+
 
 def moving(tree: PyTree, moves: tuple[bool, ...]) -> PyTree:
     """Return `tree` with None for leaves that never move, by `moves`; leaves beyond its end all move."""
@@ -206,6 +262,18 @@ def loss_kind(
         jax.eval_shape(lambda: jax.random.key(0)),
     )
     _require_same_state(state.model_state, changed)
+    if isinstance(out, NamedLosses):
+        kinds = set()
+        for name, part in out.parts.items():
+            try:
+                kinds.add(_kind_of(part, num_samples))
+            except TypeError as error:
+                raise TypeError(f"loss {name!r}: {error}") from None
+        return "sample" if kinds == {"sample"} else "mean"
+    return _kind_of(out, num_samples)
+
+
+def _kind_of(out: Any, num_samples: int) -> Literal["sample", "mean"]:
     value = out.sum if isinstance(out, Loss) else out
     if hasattr(value, "dtype") and not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(
@@ -290,8 +358,16 @@ def require_dependence(problem: Problem, state: TrainState, batch: PyTree) -> No
         )
 
 
-def _weighted(out: Array | Loss, mask: Array) -> tuple[Array, Array, dict[str, Array]]:
-    """Return the sums of losses, weights and auxiliary numbers, without padding."""
+def _weighted(out: Array | Loss, mask: Array) -> tuple[Any, Array, dict[str, Array]]:
+    """Return the sums of losses, weights and auxiliary numbers, without padding.
+
+    Named losses have a tuple of sums, and weights `[names]`.
+    """
+    if isinstance(out, NamedLosses):
+        each = {name: _weighted(part, mask) for name, part in out.parts.items()}
+        totals, weights = (tuple(one[i] for one in each.values()) for i in (0, 1))
+        named = {f"{n}/{key}": x for n, one in each.items() for key, x in one[2].items()}
+        return totals, jnp.stack([wide(x) for x in weights]), named
     samples = jnp.sum(mask)
 
     def total(value: ArrayLike) -> Array:
@@ -326,6 +402,7 @@ def local_sums(
     part: Array | None = None,
     alone: bool = False,
     swaps: bool = False,
+    turn: Mapping[str, Array] = MappingProxyType({}),
 ) -> Sums:
     """Compute the sums of one micro-batch, of one replica or of all replicas.
 
@@ -334,7 +411,8 @@ def local_sums(
     `measure=False` leaves the noise moment at 0 and saves a pass over the gradient.
     If `part` is given (`[batch]`, 1 or 0), all rows are computed together, but only this part counts.
     `alone` says that nothing will be added to these sums: if they have no weight, their gradient may be
-    anything, and the whole update is refused. `swaps` rewrites matrix gradients (`gradients.py`).
+    anything, and the whole update is refused. `swaps` rewrites matrix gradients (`gradients.py`). `turn` is
+    what `Problem.turn` returned for the step.
     """
     kept, rest = split(params, problem.mask(params))
     asked = {"mask": mask} if problem.takes_mask else {}
@@ -349,27 +427,30 @@ def local_sums(
             )
         norm_layers.require_all(factors, used)
         total, weight, aux = _weighted(out, mask)
-        return total.astype(mask.dtype), (weight.astype(mask.dtype), aux, new_state)
+        total = jax.tree.map(lambda x: x.astype(mask.dtype), total)
+        return total, (weight.astype(mask.dtype), aux, new_state)
 
     factors: norm_layers.Factors = {}
     if problem.from_norm_layers:
         factors = norm_layers.ones(
             lambda rows: problem.loss_and_state(params, model_state, rows, key), batch
         )
-    differentiated = swapped_value_and_grad if swaps else partial(jax.value_and_grad, has_aux=True)
     if factors and measure:
+        differentiated = swapped_value_and_grad if swaps else partial(jax.value_and_grad, has_aux=True)
         (total, others), (grads, by_sample) = differentiated(objective, argnums=(0, 1))(
             kept, factors
         )
     else:
-        (total, others), grads = differentiated(objective)(kept, {})
+        (total, others), grads = problem.value_and_grad(objective, turn, swaps=swaps)(kept, {})
         by_sample = jax.tree.map(jnp.zeros_like, factors)
     weight, aux, new_state = jax.lax.stop_gradient(others[0]), *others[1:]
     grads = jax.tree.map(lambda g: wide(g) if jnp.issubdtype(g.dtype, jnp.floating) else g, grads)
     if not alone:
         # The gradient of a micro-batch of padding alone may be anything. `alone` spares this choice, because
         # XLA:CPU writes it to memory, which slows down every sum over the gradient.
-        grads = jax.tree.map(lambda g: jnp.where(weight > 0, g, 0), grads)
+        leaves, structure = jax.tree.flatten(grads)
+        pairs = zip(leaves, problem.of_leaves(weight, grads), strict=True)
+        grads = jax.tree.unflatten(structure, [jnp.where(w > 0, g, 0) for g, w in pairs])
     total = jnp.where(weight > 0, total, 0.0)
     if problem.from_norm_layers:
         like = problem.moving(grads)
@@ -377,7 +458,8 @@ def local_sums(
     else:
         groups = (weight > 0).astype(mask.dtype)
         scale = scale if _is_none(scale) else problem.moving(scale)
-        norms = _moments(problem.moving(grads), scale, weight, measure=measure)
+        of_norms = problem.of_norms(weight, grads)
+        norms = _moments(problem.moving(grads), scale, of_norms, measure=measure)
     samples = jnp.sum(mask)
     return Sums(
         grads=grads,
@@ -442,7 +524,9 @@ def in_two(problem: Problem, total: Sums, part: Sums, scale: PyTree, *, cut: boo
 
     products = problem.apart(products_of)
     # If the part has no weight, its gradient may be anything.
-    first, both = (jnp.where(part.weight > 0, x, 0) for x in products[:2])
+    of_norms = partial(problem.of_norms, grads=total.grads)
+    has_weight = of_norms(part.weight) > 0
+    first, both = (jnp.where(has_weight, x, 0) for x in products[:2])
     whole = products[2]
     groups_of_rows = (
         (first, part.weight),
@@ -451,7 +535,7 @@ def in_two(problem: Problem, total: Sums, part: Sums, scale: PyTree, *, cut: boo
     norms, groups = jnp.zeros_like(whole), jnp.zeros_like(total.groups)
     for square, weight in groups_of_rows:
         some = weight > 1e-6 * total.weight  # the difference of two sums is rarely exactly 0
-        norms += jnp.where(some, square / jnp.where(some, weight, 1.0), 0.0)
+        norms += jnp.where(of_norms(some), square / of_norms(jnp.where(some, weight, 1.0)), 0.0)
         groups += some.astype(groups.dtype)
     return dataclasses.replace(total, norms=norms, groups=groups, square=whole)
 
@@ -532,14 +616,20 @@ def _checked(
     """
     kept, _ = split(state.params, problem.mask(state.params))
     small = max(SMALL, min(g.size for g in jax.tree.leaves(problem.moving(total.grads))))
-    grads = jax.tree.map(
-        lambda g: g * share.astype(g.dtype) if g.size <= small else jnp.ones_like(g), total.grads
-    )
+    leaves, structure = jax.tree.flatten(total.grads)
+    shares = problem.of_leaves(share, total.grads)
+    grads = [
+        g * s.astype(g.dtype) if g.size <= small else jnp.ones_like(g)
+        for g, s in zip(leaves, shares, strict=True)
+    ]
+    grads = jax.tree.unflatten(structure, grads)
     updates, _ = problem.tx.update(grads, state.opt_state, kept, value=loss, **about)
     zero = jnp.zeros((), share.dtype)
     norm, lost = zero, zero
-    alike: dict[tuple[int, ...], list[tuple[Array, Array]]] = {}  # small leaves of one shape
-    for g, u in zip(jax.tree.leaves(total.grads), jax.tree.leaves(updates), strict=True):
+    # Small leaves of one shape and one share.
+    alike: dict[tuple[Any, ...], list[tuple[Array, Array]]] = {}
+    share_of = {id(s): s for s in shares}
+    for g, u, s in zip(leaves, jax.tree.leaves(updates), shares, strict=True):
         square = jnp.square(g.real) + jnp.square(g.imag) if jnp.iscomplexobj(g) else g * g
         square = square.astype(share.dtype)
         # NaN in place of what is not finite.
@@ -547,16 +637,17 @@ def _checked(
         if cut or g.size > SMALL:
             # The compiler would gather a leaf that is cut for a joint sum, which would also lose digits in
             # millions of elements.
-            norm, lost = norm + jnp.sum(square) * share**2, lost + jnp.sum(none)
+            norm, lost = norm + jnp.sum(square) * s**2, lost + jnp.sum(none)
         else:
             # A leaf that stays has a scalar update.
-            alike.setdefault(g.shape, []).append((square, jnp.broadcast_to(none, g.shape)))
-    for leaves in alike.values():
+            kind = (id(s), g.shape)
+            alike.setdefault(kind, []).append((square, jnp.broadcast_to(none, g.shape)))
+    for (own, _), leaves in alike.items():
         # One operation for both sums, and for several leaves: hundreds of them take long to compile, too.
         for first in range(0, len(leaves), TOGETHER):
             pair = functools.reduce(noise.added, leaves[first : first + TOGETHER])
             sums = jax.lax.reduce(pair, (zero, zero), noise.added, range(pair[0].ndim))
-            norm, lost = norm + sums[0] * share**2, lost + sums[1]
+            norm, lost = norm + sums[0] * share_of[own] ** 2, lost + sums[1]
     return norm, jnp.isfinite(lost)
 
 
@@ -577,9 +668,10 @@ def _noise_sample(
                 pick(total.grads, 0.0), None if scale is None else pick(scale, 1.0)
             )
         )
-    large = large / weight**2
+    of_norms = problem.of_norms(weight, total.grads)
+    large = large / of_norms**2
     sample = noise.NoiseSample(
-        small_sqr=total.norms / weight,
+        small_sqr=total.norms / of_norms,
         large_sqr=large,
         num_groups=total.groups,
         num_samples=total.samples,
@@ -587,7 +679,7 @@ def _noise_sample(
     if scale is None:
         return sample
     # Before the preconditioner has settled, moments have other units and would linger in the average.
-    settled = noise.is_settled(state.opt_state)
+    settled = problem.is_settled(state.opt_state)
     return dataclasses.replace(
         sample,
         num_groups=jnp.where(settled, sample.num_groups, 0),
@@ -617,15 +709,18 @@ def update(
     # Times the reciprocal: XLA fuses a product into both of its uses, but writes a quotient to memory.
     share = 1.0 / weight
     changed = _with_added(problem, state.model_state, total)
-    about = {"global_batch_size": total.samples, "noise": sample}
+    about = {"global_batch_size": total.samples, "noise": sample, **problem.turn(state.step)}
     about["decided"] = decided = problem.tx.decide(total.grads, state.opt_state, **about)
     norm_sqr, is_whole = _checked(problem, state, total, loss, share, cut=cut, **about)
-    finite = is_whole & jnp.isfinite(loss) & jnp.isfinite(norm_sqr) & (total.weight > 0)
+    of_run, least_weight = problem.total(loss), problem.least(total.weight)
+    finite = is_whole & jnp.isfinite(of_run) & jnp.isfinite(norm_sqr) & (least_weight > 0)
     finite &= _stays_finite(state.model_state, changed)
 
     def take(grads: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
+        leaves, structure = jax.tree.flatten(grads)
+        pairs = zip(leaves, problem.of_leaves(share, grads), strict=True)
         updates, opt_state = problem.tx.update(
-            jax.tree.map(lambda g: g * share.astype(g.dtype), grads),
+            jax.tree.unflatten(structure, [g * s.astype(g.dtype) for g, s in pairs]),
             state.opt_state,
             kept,
             value=loss,  # for links that ask for it, such as `reduce_on_plateau`
@@ -644,7 +739,7 @@ def update(
     # The samples count all the same, so schedules that depend on them advance.
     scale = total.samples / problem.base_batch_size
     passed = adaptation.passed_over(state.opt_state, scale)
-    decided_own = adaptation.watched(decided.own, jnp.sqrt(norm_sqr), scale, decided.progressed)
+    decided_own = problem.tx.watched(decided, inner, jnp.sqrt(norm_sqr), scale)
     own = jax.tree.map(lambda new, old: jnp.where(finite, new, old), decided_own, passed.own)
     opt_state = adaptation.AdaptiveState(inner=inner, own=own)
     missed = (~finite).astype(jnp.int32)
@@ -662,33 +757,34 @@ def update(
     )
     # A batch without weight is reported as one, not as what its gradient is if divided by nothing. Only here:
     # a choice among what the update reads would change its roundings.
-    has_none = total.weight <= 0
-    reported_loss = jnp.where(has_none, 0.0, loss)
+    has_none = least_weight <= 0
+    losses = jnp.where(has_none, 0.0, loss)
     reported_norm_sqr = jnp.where(has_none, 0.0, norm_sqr)
-    metrics = _metrics(new_state, total, reported_loss, reported_norm_sqr, finite)
+    metrics = _metrics(problem, new_state, total, losses, reported_norm_sqr, finite)
     return new_state, metrics
 
 
 def _metrics(
-    state: TrainState, total: Sums, loss: Array, norm_sqr: Array, finite: Array
+    problem: Problem, state: TrainState, total: Sums, losses: Array, norm_sqr: Array, finite: Array
 ) -> StepMetrics[Array]:
     """Return what to report of a batch, after the update to `state`."""
     samples = jnp.maximum(total.samples, 1.0)
     growth = adaptation.find(state.opt_state).growth
+    aux = {name: value / wide(samples, like=value) for name, value in total.aux.items()}
     return StepMetrics(
-        loss=loss,
-        weight=total.weight,
+        loss=problem.total(losses),
+        weight=problem.least(total.weight),
         grad_norm=jnp.sqrt(norm_sqr),
         is_finite=finite,
         num_skipped=state.guard.skipped,
         skipped_in_a_row=state.guard.in_a_row,
         num_samples=total.samples,
-        num_groups=total.groups,
+        num_groups=problem.least(total.groups),
         progress=adaptation.progress(state.opt_state),
         gain=adaptation.gain(state.opt_state).mean(),
         explodes=growth.explodes,
         most_gain=growth.most_worth,
         noise=adaptation.readout(state.opt_state),
         measured=adaptation.measured_groups(state.opt_state),
-        aux={name: value / wide(samples, like=value) for name, value in total.aux.items()},
+        aux=aux | problem.report(state.opt_state, losses),
     )

@@ -126,6 +126,33 @@ class Adaptation:
     growth: GainGrowth
     """How fast the gain may grow, by the size of the gradient."""
 
+    @classmethod
+    def first(
+        cls,
+        noise: NoiseState,
+        groups: NoiseState,
+        findings: Findings,
+        *,
+        num_factors: int,
+        num_rules: int,
+    ) -> "Adaptation":
+        """Return what holds before the first update, with what these statistics say."""
+        return cls(
+            noise=noise,
+            groups=groups,
+            findings=findings,
+            progress=jnp.zeros(()),
+            progress_rest=jnp.zeros(()),
+            gain=jnp.ones(num_factors),
+            second_moment=jnp.ones(num_factors),
+            new_squares=jnp.zeros(2),
+            moment_weight=jnp.zeros(num_rules),
+            base_batches=jnp.zeros(()),
+            base_batches_rest=jnp.zeros(()),
+            unmeasured=jnp.zeros(()),
+            growth=GainGrowth.first(),
+        )
+
 
 class AdaptiveState(NamedTuple):
     """The optax state of `adaptive`: the wrapped optimizer's, and an `Adaptation`, which `find` returns."""

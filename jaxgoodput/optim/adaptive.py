@@ -64,7 +64,6 @@ from jaxgoodput.optim.adaptation import (
     watched,
     whole,
 )
-from jaxgoodput.optim.gain_growth import GainGrowth
 from jaxgoodput.optim.learning_rate import LeafRules, Rule, adascale
 from jaxgoodput.optim.learning_rate import cautious as cautious_moments
 from jaxgoodput.optim.noise import Labels, NoiseSample, NoiseState
@@ -110,6 +109,9 @@ class AdaptiveOptimizer(optax.GradientTransformationExtraArgs):
     decide: Callable[..., UpdateDecision]
     """Function from gradients or their shapes, the state and the keyword arguments of `update` that concern
     the batch, to a `UpdateDecision`."""
+    watched: Callable[[UpdateDecision, PyTree, Array, Array], PackedTree[Adaptation]]
+    """Function from a decision, the user's optimizer's state after the update, the norm of the gradient and
+    the scale of the batch, to what `adaptive` adds to the state after the update."""
 
     @classmethod
     def of(
@@ -117,11 +119,20 @@ class AdaptiveOptimizer(optax.GradientTransformationExtraArgs):
         init: Callable[..., Any],
         update: Callable[..., Any],
         decide: Callable[..., UpdateDecision],
+        watched: Callable[..., PackedTree[Adaptation]] | None = None,
     ) -> "AdaptiveOptimizer":
-        """Make one of its functions."""
+        """Make one of its functions. By default, the norm of the whole gradient is watched."""
         made = cls(init, update)
         made.decide = decide
+        made.watched = watched or _watched
         return made
+
+
+def _watched(
+    decided: UpdateDecision, inner: PyTree, grad_norm: Array, scale: Array
+) -> PackedTree[Adaptation]:
+    del inner
+    return watched(decided.own, grad_norm, scale, decided.progressed)
 
 
 def adaptive(
@@ -231,20 +242,12 @@ class _Adaptive:
         num_factors = len(self._factors_of(params)[0])
         noise = noises.init_noise(num_labels)
         groups = noises.init_noise(len(noises.leaf_groups(self.seen(params))[0]))
-        own = Adaptation(
-            noise=noise,
-            groups=groups,
-            findings=self._findings(noise, groups),
-            progress=jnp.zeros(()),
-            progress_rest=jnp.zeros(()),
-            gain=jnp.ones(num_factors),
-            second_moment=jnp.ones(num_factors),
-            new_squares=jnp.zeros(2),
-            moment_weight=jnp.zeros(len(self.rule.rules)),
-            base_batches=jnp.zeros(()),
-            base_batches_rest=jnp.zeros(()),
-            unmeasured=jnp.zeros(()),
-            growth=GainGrowth.first(),
+        own = Adaptation.first(
+            noise,
+            groups,
+            self._findings(noise, groups),
+            num_factors=num_factors,
+            num_rules=len(self.rule.rules),
         )
         with jax.numpy_dtype_promotion("standard"):  # as in `update`
             inner = self.tx.init(params)
@@ -309,13 +312,17 @@ class _Adaptive:
         global_batch_size: Any,
         noise: NoiseSample | None = None,
         biased: Any = False,
+        worth: Array | None = None,
     ) -> UpdateDecision:
-        """Return what the update for such gradients does, apart from the leaves: see `update`."""
+        """Return what the update for such gradients does, apart from the leaves: see `update`.
+
+        `worth` is what the batch is worth in base batches, if the noise of others counts as well.
+        """
         own = state.own.tree
         scale = self._scale(own, global_batch_size)
         measured = self._measured(own, updates, scale, noise, biased)
         kinds, _ = self._factors_of(updates)
-        factors, progressed, after = self._factors(measured, scale, kinds)
+        factors, progressed, after = self._factors(measured, scale, kinds, worth)
         second_moment, moment_weight, new_squares = after
         clocks = {
             "progress": (own.progress, own.progress_rest),
@@ -490,17 +497,22 @@ class _Adaptive:
         return present, jax.tree.unflatten(structure, [index.get(kind, 0) for kind in kinds])
 
     def _factors(
-        self, own: Adaptation, scale: Array, kinds: list[tuple[int, int]]
+        self,
+        own: Adaptation,
+        scale: Array,
+        kinds: list[tuple[int, int]],
+        worth: Array | None = None,
     ) -> tuple[Array, Array, tuple[Array, Array, Array]]:
         """Return the factors of `kinds` (rule, label), and the base steps that this update is worth.
 
-        The last values are those of `_moments_after`.
+        `worth` replaces what the batch is worth. The last values are those of `_moments_after`.
         """
-        as_one = _as_one(own.findings.trusted, scale)
-        worth = adascale(scale, as_one)  # at most 1 if the noise is unknown
+        one = as_one(own.findings.trusted, scale)
+        if worth is None:
+            worth = adascale(scale, one)  # at most 1 if the noise is unknown
         grad = own.findings.by_label
         if grad is None:
-            grad = jax.tree.map(lambda x: x[None], as_one)
+            grad = jax.tree.map(lambda x: x[None], one)
         rated = scale if self.shrinks else jnp.maximum(scale, 1)
         grad = cautious_moments(rated, grad)
         num_labels = own.noise.current.sqr.size - 1
@@ -629,7 +641,7 @@ def _relative_squares(sample: NoiseSample, base_batch_size: int) -> Array:
     return jnp.where(valid, found / jnp.where(moment > 0, moment, 1), 0)
 
 
-def _as_one(grad: GradGroups, scale: Array) -> GradParams:
+def as_one(grad: GradGroups, scale: Array) -> GradParams:
     """Return the moments of a single group with the same worth at this scale.
 
     With shares s_i of the signal and noise scales n_i in base batches, its n follows from 1 / (n + scale) =

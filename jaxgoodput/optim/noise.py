@@ -386,6 +386,44 @@ def taken_for(grad: GradGroups, like: Averages) -> Averages:
     return jax.tree.map(lambda x, old: x.astype(old.dtype), values, like)
 
 
+def joined(states: Sequence[NoiseState], factors: Sequence[Any], old: NoiseState) -> NoiseState:
+    """Return the statistics of several sets of groups as one, each with its moments times a factor.
+
+    They count as many samples as the set with the fewest, and so are known once all of them are. Until then
+    the averages that `old` holds stay.
+    """
+    current = _joined([state.current for state in states], factors)
+    trusted = _joined([_trusted(state, MIN_SAMPLES) for state in states], factors)
+    held = _select(_count(trusted) >= MIN_SAMPLES, trusted, old.held)
+    biased = jnp.any(jnp.stack([state.biased for state in states]))
+    return NoiseState(current=current, held=held, biased=biased)
+
+
+def _joined(averages: Sequence[Averages], factors: Sequence[Any]) -> Averages:
+    counts = [_count(one) for one in averages]
+    least = jnp.min(jnp.stack(counts))
+    # A standard error is a deviation over the root of the count, of which there is one for all.
+    pairs = list(zip(averages, factors, strict=True))
+    spreads = [factor * _root(least) / _root(n) for factor, n in zip(factors, counts, strict=True)]
+
+    def together(name: str) -> Array:
+        return _with_total(jnp.concatenate([f * getattr(one, name)[:-1] for one, f in pairs]))
+
+    def deviation(name: str) -> Array:
+        values = [f * getattr(one, name) for one, f in zip(averages, spreads, strict=True)]
+        total = jnp.sqrt(jnp.sum(jnp.stack([jnp.square(x[-1]) for x in values])))
+        return jnp.append(jnp.concatenate([x[:-1] for x in values]), total)
+
+    return Averages(
+        sqr=together("sqr"),
+        var=together("var"),
+        sqr_deviation=deviation("sqr_deviation"),
+        var_deviation=deviation("var_deviation"),
+        weight=jnp.ones_like(least),
+        heaviest=jnp.where(least > 0, 1 / jnp.maximum(least, 1), 0),
+    )
+
+
 def num_seen(state: NoiseState) -> Scalar:
     """Return how many groups have a signal above its own standard error; 0 while that is unknown."""
     averages = _trusted(state, MIN_SAMPLES)

@@ -368,7 +368,7 @@ class Loop:
             left = min(left, total - now.progress)
         left = max(left / most - num_unseen - 1, 0)
         if self.kind.decisions.can_measure(now.batch):
-            left = min(left, -now.step % now.statistics_every)
+            left = min(left, -now.step % now.measured_every)
         return float(left)
 
     def _unseen(self) -> tuple[int, float]:
@@ -402,7 +402,7 @@ class Loop:
         """Return whether this step measures gradient noise.
 
         A step of several micro-batches or leased parts, or beside other groups of devices, always does. One
-        micro-batch alone is measured in one step of `statistics_every`, and only if its batch is whole and
+        micro-batch alone is measured in one step of `measured_every`, and only if its batch is whole and
         the program for it is compiled.
         """
         if batch.count > 1:
@@ -415,7 +415,7 @@ class Loop:
             return False  # what it takes is being compiled
         # The step's number decides: if the user has fixed `every_steps`, a resumed run measures at the steps
         # of an uninterrupted one.
-        return self.now.step % self.now.statistics_every == 0
+        return self.now.step % self.now.measured_every == 0
 
     # -- what the loop does besides stepping -----------------------------------------------------
 

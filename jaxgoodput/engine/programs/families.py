@@ -22,7 +22,6 @@ from jaxgoodput.engine.programs.program import Program, SampleShape, shardings_o
 from jaxgoodput.engine.programs.row_comparison import RowComparison
 from jaxgoodput.engine.state import StepMetrics, Sums, TrainState, cast, split
 from jaxgoodput.engine.traces import Traces
-from jaxgoodput.optim.noise import leaf_groups
 from jaxgoodput.parallel import partition as rules
 from jaxgoodput.parallel.strategy import DATA_AXIS, UNCUT, Layout, in_mesh
 
@@ -80,12 +79,12 @@ class Programs(abc.ABC):
     @property
     def aux_names(self) -> tuple[str, ...]:
         """Names of the user's own numbers among a step's metrics, in packing order."""
-        return tuple(self._local_sums.aux)
+        return *self._local_sums.aux, *self.problem.reported
 
     @cached_property
     def param_groups(self) -> tuple[str, ...]:
         """Names of the parameter groups whose noise is measured separately."""
-        return leaf_groups(self.problem.moving(self._kept))[0]
+        return self.problem.param_groups(self._kept)
 
     # -- what an engine asks of its family -------------------------------------------------------
 
@@ -270,10 +269,12 @@ class Programs(abc.ABC):
         params, scale, model_state, key, step = jax.tree.map(
             lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), self.abstract_work
         )
-        del key, step
+        del key
 
-        def sums(p: PyTree, s: PyTree, m: PyTree, b: PyTree, w: Array) -> Sums:
-            return pure.local_sums(problem, p, s, m, b, w, jax.random.key(0))
+        def sums(p: PyTree, s: PyTree, m: PyTree, b: PyTree, w: Array, n: Array) -> Sums:
+            return pure.local_sums(
+                problem, p, s, m, b, w, jax.random.key(0), turn=problem.turn(n)
+            )
 
         return jax.eval_shape(
             lambda *arguments: self._traced("sums of one", sums, *arguments),
@@ -282,6 +283,7 @@ class Programs(abc.ABC):
             model_state,
             self.shape.batch(1),
             jax.ShapeDtypeStruct((1,), jnp.float32),
+            step,
         )
 
     @property
@@ -325,12 +327,13 @@ class Programs(abc.ABC):
         how = {"measure": True, "alone": False, "swaps": self._swaps_products} | how
 
         def sums(*arguments: PyTree) -> Sums:
-            *values, part = arguments
-            return pure.local_sums(self.problem, *values, part=part, **how)
+            *values, part, turn = arguments
+            return pure.local_sums(self.problem, *values, part=part, turn=turn, **how)
 
         before = model_state if old is None else old.model_state
         name = ("sums", *how.values())
-        new = self._traced(name, sums, params, scale, before, batch, mask, key, part)
+        turn = self.problem.turn(step)
+        new = self._traced(name, sums, params, scale, before, batch, mask, key, part, turn)
         return new if old is None else old.merged(new)
 
     @cached_property

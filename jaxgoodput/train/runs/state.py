@@ -41,6 +41,12 @@ class RunState:
     expects_steps: bool = False
     """Whether a run that finishes no step for long hangs."""
 
+    @property
+    def measured_every(self) -> int:
+        """Steps between two that measure the noise: `statistics_every`, or a few more so that every part of
+        the parameters has its turn."""
+        return self.engine.problem.measured_every(self.statistics_every)
+
     def look_at(self, result: StepResult) -> None:
         """Copy the progress (base steps done) from the result of a finished step."""
         self.progress, self.progress_step = result.metrics.progress, result.ticket.step

@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -17,11 +18,13 @@ from jaxgoodput.clock import Clock
 from jaxgoodput.data.datasets import as_source, has_own_order
 from jaxgoodput.data.readers import Attempts
 from jaxgoodput.data.sources import Source, abstract_sample, is_endless
+from jaxgoodput.engine.programs.named import NamedProblem
 from jaxgoodput.engine.programs.rows import as_seen
 from jaxgoodput.engine.state import SownState, Variables, split
 from jaxgoodput.engine.step import LossAndState, Problem, moving
 from jaxgoodput.engine.traces import Traces
-from jaxgoodput.optim.adaptive import adaptive
+from jaxgoodput.optim.adaptive import AdaptiveOptimizer, adaptive
+from jaxgoodput.optim.named import NamedPart, named
 from jaxgoodput.optim.treatment import Treatment, treatment_of
 from jaxgoodput.parallel.partition import leaves_by_name
 from jaxgoodput.parallel.place import Place
@@ -30,6 +33,13 @@ from jaxgoodput.train.checkpoints.meta import saveable
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.evaluation import Evaluator, Evaluators, Metrics
 from jaxgoodput.train.start.idioms import require_parameters
+from jaxgoodput.train.start.named import (
+    by_name,
+    named_losses,
+    require_own_optimizer,
+    require_parts,
+    turns_of,
+)
 from jaxgoodput.train.tables.commits import Tables
 from jaxgoodput.train.tables.declared import NoTables, TaskTables, tables_of
 from jaxgoodput.train.task import Task, require_bools, require_floating, require_methods
@@ -111,35 +121,105 @@ def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None 
     Raises ValueError for settings that do not work with tables. Raises TypeError if the optimizer is not an
     optax transformation, or if the state holds anything that cannot be checkpointed.
     """
-    tx = task.optimizer()
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(
-            f"optimizer() must return an optax.GradientTransformation; got {type(tx).__name__}. "
-            "Write `return optax.adam(1e-3)`, or another one of optax."
-        )
-    if not isinstance(tx, optax.GradientTransformation):  # such as optax.MultiSteps
-        tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    given = task.optimizer()
+    turns = turns_of(given)
     made = _abstract_variables(task)
     params = made.params
     mask = task.trainable(params)
     kept = _trained(params, mask)
-    treatment = _treatment(tx, kept, config)
-    _require_progress(treatment, config)
-    preconditioned = config.statistics.preconditioned
-    preconditioned = treatment.is_adam_like if preconditioned is None else preconditioned
-    if config.statistics.from_norm_layers:  # their factors are not parameters of tx
-        preconditioned = False
     labels = task.labels if task.labels(kept) is not None else None
     tables = tables or tables_of(task)
-    loss_and_state, takes_mask = _loss_of(task, tables)
+    loss_and_state, takes_mask = _loss_of(task, tables, None if turns is None else turns.names)
     tables.require_settings(config, has_labels=labels is not None)
-    problem = Problem(
-        init=task.init,
-        loss_and_state=loss_and_state,
-        takes_mask=takes_mask,
-        tx=adaptive(
-            tables.optimizer(treatment.tx),
-            treatment.rule,
+    about = {
+        "init": task.init,
+        "loss_and_state": loss_and_state,
+        "takes_mask": takes_mask,
+        "base_batch_size": config.batch.base,
+        "trainable": None if mask is None else task.trainable,
+        "from_norm_layers": config.statistics.from_norm_layers,
+        "measures_often": (config.statistics.every_steps or OFTEN + 1) <= OFTEN,
+        "has_labels": labels is not None,
+        "compute_dtype": None
+        if config.compute_dtype is None
+        else jnp.dtype(config.compute_dtype),
+        "ema": config.ema,
+        "swaps_products": config.execution.swap_cpu_products,
+        "summed": _summed(made),
+    }
+    if turns is None:
+        part = _Part.of(given, kept, config, "optimizer()")
+        problem = Problem(
+            tx=part.adaptive(config, tables.optimizer(part.treatment.tx), labels),
+            preconditioned=part.is_divided,
+            moments=part.treatment.moments,
+            moves=part.treatment.moves,
+            **about,
+        )
+        return tables.problem(problem)
+    _require_for_names(config, tables, has_labels=labels is not None)
+    require_parts(params, kept, turns.names)
+    optimizers = by_name(given)
+    parts = {
+        name: _Part.of(optimizers[name], kept[name], config, f"optimizer()[{name!r}]")
+        for name in turns.names
+    }
+    return NamedProblem(
+        tx=named(
+            {
+                name: NamedPart(tx=part.adaptive(config, part.treatment.tx), seen=part.seen)
+                for name, part in parts.items()
+            },
+            turns,
+            base_batch_size=config.batch.base,
+        ),
+        preconditioned=any(part.is_divided for part in parts.values()),
+        moments=sum((part.treatment.moments for part in parts.values()), ()),
+        moves=sum((part.treatment.moves for part in parts.values()), ()),
+        turns=turns,
+        divided=tuple(part.is_divided for part in parts.values()),
+        **about,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """An optimizer, how it is treated, and whether noise is measured in its preconditioner's coordinates."""
+
+    treatment: Treatment
+    is_divided: bool
+
+    @classmethod
+    def of(cls, tx: Any, kept: PyTree, config: Config, what: str) -> "_Part":
+        """Find out about an optimizer, which `what` names, of the parameters `kept`."""
+        if not (hasattr(tx, "init") and hasattr(tx, "update")):
+            raise TypeError(
+                f"{what} must return an optax.GradientTransformation; got {type(tx).__name__}. "
+                "Write `return optax.adam(1e-3)`, or another one of optax."
+                if what == "optimizer()"
+                else f"{what} must be an optax.GradientTransformation; got {type(tx).__name__}."
+            )
+        if not isinstance(tx, optax.GradientTransformation):  # such as optax.MultiSteps
+            tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
+        treatment = _treatment(tx, kept, config)
+        _require_progress(treatment, config)
+        preconditioned = config.statistics.preconditioned
+        preconditioned = treatment.is_adam_like if preconditioned is None else preconditioned
+        if config.statistics.from_norm_layers:  # their factors are not parameters of tx
+            preconditioned = False
+        return cls(treatment=treatment, is_divided=preconditioned)
+
+    def seen(self, tree: PyTree) -> PyTree:
+        """Return the leaves of a gradient on which noise is measured."""
+        return moving(as_seen(tree), self.treatment.moves)
+
+    def adaptive(
+        self, config: Config, tx: optax.GradientTransformation, labels: Any = None
+    ) -> AdaptiveOptimizer:
+        """Return the optimizer `tx`, prepared for a batch that changes."""
+        return adaptive(
+            tx,
+            self.treatment.rule,
             base_batch_size=config.batch.base,
             smoothing=config.statistics.smoothing,
             labels=labels,
@@ -147,24 +227,25 @@ def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None 
             schedules="progress" if config.epochs is None else "samples",
             # With a fixed policy the rate stays, also for the last batch, which is smaller.
             shrinks=config.policy != "fixed" or config.tuning.fixed_tolerance > 0,
-            long_averages=treatment.long_averages,
-            seen=lambda tree: moving(as_seen(tree), treatment.moves),
-            clocks=treatment.clocks,
-        ),
-        base_batch_size=config.batch.base,
-        trainable=None if mask is None else task.trainable,
-        preconditioned=preconditioned,
-        from_norm_layers=config.statistics.from_norm_layers,
-        measures_often=(config.statistics.every_steps or OFTEN + 1) <= OFTEN,
-        has_labels=labels is not None,
-        moments=treatment.moments,
-        moves=treatment.moves,
-        compute_dtype=None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),
-        ema=config.ema,
-        swaps_products=config.execution.swap_cpu_products,
-        summed=_summed(made),
-    )
-    return tables.problem(problem)
+            long_averages=self.treatment.long_averages,
+            seen=self.seen,
+            clocks=self.treatment.clocks,
+        )
+
+
+def _require_for_names(
+    config: Config, tables: TaskTables | NoTables, *, has_labels: bool
+) -> None:
+    """Raise ValueError for what does not work with named updates."""
+    for is_used, what, remedy in (
+        (not isinstance(tables, NoTables), "tables()", "Return a single optimizer."),
+        (has_labels, "labels()", "Drop them: each name has its own noise and gain already."),
+        (config.statistics.from_norm_layers, "Statistics.from_norm_layers", "Set it to False."),
+    ):
+        if is_used:
+            raise ValueError(
+                f"optimizer() returned optimizers by name, with which {what} does not work. {remedy}"
+            )
 
 
 def _abstract_variables(task: Task) -> Variables:
@@ -243,8 +324,13 @@ def _require_progress(treatment: Treatment, config: Config) -> None:
         )
 
 
-def _loss_of(task: Task, tables: TaskTables | NoTables) -> tuple[LossAndState, bool]:
-    """Return the user's loss, and whether it has a parameter `mask` for the mask of real rows."""
+def _loss_of(
+    task: Task, tables: TaskTables | NoTables, names: tuple[str, ...] | None = None
+) -> tuple[LossAndState, bool]:
+    """Return the user's loss, and whether it has a parameter `mask` for the mask of real rows.
+
+    `names` are those of its losses; None: it has a single one.
+    """
     has_state = type(task).loss_and_state is not Task.loss_and_state
     written: Callable[..., Any] = task.loss_and_state if has_state else task.loss
     tables.require_rows(written, "loss_and_state" if has_state else "loss")
@@ -262,8 +348,13 @@ def _loss_of(task: Task, tables: TaskTables | NoTables) -> tuple[LossAndState, b
             asked["mask"] = jnp.ones(len(jax.tree.leaves(batch)[0])) if mask is None else mask
         if has_state:
             out, changed = written(params, model_state, batch, key, **asked)
-            return out, changed.kept if isinstance(changed, SownState) else changed
-        return written(params, batch, key, **asked), model_state
+            changed = changed.kept if isinstance(changed, SownState) else changed
+        else:
+            out, changed = written(params, batch, key, **asked), model_state
+        if names is None:
+            require_own_optimizer(out)
+            return out, changed
+        return named_losses(out, names), changed
 
     return loss_and_state, takes_mask
 
