@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import Var
+from jax.extend.core import Jaxpr, Var
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, PyTree
@@ -148,6 +148,11 @@ class Problem:
         """Return what else an update depends on after `step` others, as arguments of `tx.update`."""
         del step
         return {}
+
+    def dependences(self, params: PyTree, out: Any) -> list[tuple[str, str, PyTree, Any]]:
+        """Return each loss and its parameters by what an error calls them, the parameters, and its value."""
+        value = out.sum if isinstance(out, Loss) else out
+        return [("the loss", "the parameters", params, value)]
 
     def measured_every(self, steps: int) -> int:
         """Return the steps between two that measure the noise, at least `steps`."""
@@ -339,23 +344,31 @@ def _is_alike(one: Any, other: Any) -> bool:
 def require_dependence(problem: Problem, state: TrainState, batch: PyTree) -> None:
     """Raise TypeError if the loss does not depend on the parameters. State and batch are abstract."""
     key = jax.eval_shape(lambda: jax.random.key(0))
-    jaxpr = jax.make_jaxpr(problem.loss_and_state)(
+    traced, shape = jax.make_jaxpr(problem.loss_and_state, return_shape=True)(
         state.params, state.model_state, batch, key
-    ).jaxpr
-    found = set(jaxpr.invars[: len(jax.tree.leaves(state.params))])
+    )
+    jaxpr = traced.jaxpr
+    leaves, structure = jax.tree.flatten(state.params)
+    params = jax.tree.unflatten(structure, jaxpr.invars[: len(leaves)])
+    out, _ = jax.tree.unflatten(jax.tree.structure(shape), jaxpr.outvars)
+    for what, which, own, value in problem.dependences(params, out):
+        if not _depends(jaxpr, jax.tree.leaves(own), value):
+            raise TypeError(
+                f"{what} does not depend on {which}, so there is nothing to learn. Return a loss that "
+                "is computed from them."
+            )
+
+
+def _depends(jaxpr: Jaxpr, inputs: list[Any], output: Any) -> bool:
+    """Return whether an output of a traced function may depend on any of the inputs."""
+    found = set(inputs)
     for one in jaxpr.eqns:
         read = [x for x in one.invars if isinstance(x, Var)]
         if any(x in found for x in read):
             found.update(one.outvars)
             if one.effects:  # it may write to its inputs
                 found.update(read)
-    # The first output is the loss, or the sum of a `Loss`.
-    loss = jaxpr.outvars[0]
-    if not (isinstance(loss, Var) and loss in found):
-        raise TypeError(
-            "the loss does not depend on the parameters, so there is nothing to learn. Return a loss that is "
-            "computed from them."
-        )
+    return isinstance(output, Var) and output in found
 
 
 def _weighted(out: Array | Loss, mask: Array) -> tuple[Any, Array, dict[str, Array]]:
@@ -436,7 +449,9 @@ def local_sums(
             lambda rows: problem.loss_and_state(params, model_state, rows, key), batch
         )
     if factors and measure:
-        differentiated = swapped_value_and_grad if swaps else partial(jax.value_and_grad, has_aux=True)
+        differentiated = (
+            swapped_value_and_grad if swaps else partial(jax.value_and_grad, has_aux=True)
+        )
         (total, others), (grads, by_sample) = differentiated(objective, argnums=(0, 1))(
             kept, factors
         )

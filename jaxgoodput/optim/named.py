@@ -1,18 +1,18 @@
 """Named updates: several optimizers, each of which moves the part of the parameters with its name.
 
 `named` makes one `AdaptiveOptimizer` of one for each part. Every part keeps its own state of `adaptive`: its
-noise, its gain, its progress, and the limit on the growth of the gain. All parts move in every update, or they
-take turns. A part whose turn it is not stays as it is, to the bit: parameters, optimizer and statistics.
+noise, its gain, its progress, and the limit on the growth of the gain. All parts move in every update, or
+they take turns. Between its turns a part stays as it is, to the bit: parameters, optimizer and statistics.
 
-One batch serves all parts, so its worth is a mean over them. Losses of different parts have different units, so
-their signals cannot be added up. Instead each part counts by its share of the updates: its signal and noise are
-divided by its signal and multiplied by that share. The joint statistics are an ordinary `Adaptation`, from which
-the batch is chosen as for a single optimizer.
+One batch serves all parts, so its worth is a mean over them. Losses of different parts have different units,
+so their signals cannot be added up. Instead each part counts by its share of the updates: its signal and
+noise are divided by its signal and multiplied by that share. The joint statistics are an ordinary
+`Adaptation`, from which the batch is chosen as for a single optimizer.
 
-Progress is the joint one too: an update is worth the same base steps for all parts, apart from the share that
-the growth of a part's own gain holds back. Schedules of a part follow the progress of its own updates. At a fixed
-batch that is their number, as in a loop by hand. Two parts in equal turns thus stay together when the batch grows,
-though one of them may have more noise.
+Progress is joint, too: an update is worth the same base steps for all parts, apart from the share that the
+growth of a part's own gain holds back. Schedules of a part follow the progress of its own updates, which at a
+fixed batch is their number, as in a loop by hand. Two parts in equal turns thus stay together when the batch
+grows, even if one of them has more noise.
 """
 
 import dataclasses
@@ -135,10 +135,10 @@ def named(
 ) -> AdaptiveOptimizer:
     """Return one optimizer of parameters that are a dict with a key for each part.
 
-    Its `update` takes the arguments of `adaptive` (`noise` is of the seen leaves of all parts, in the order of
-    `turns.names`, with one `num_groups` for each part; `value` has one loss for each part), and `turn`, the
-    index of the part that moves (`Turns.at`); None: all of them move. Its state is an `AdaptiveState` whose
-    `inner` holds the `AdaptiveState` of each part by name, and whose `own` is about all parts together.
+    Its `update` takes the arguments of `adaptive`, and `turn`, the index of the part that moves (`Turns.at`);
+    None: all of them move. `noise` is of the seen leaves of all parts, in the order of `turns.names`, with
+    one `num_groups` for each part, and `value` has one loss for each part. Its state is an `AdaptiveState`
+    whose `inner` holds the `AdaptiveState` of each part by name, and whose `own` is about all parts together.
     """
     made = _Named(
         parts=MappingProxyType({name: parts[name] for name in turns.names}),

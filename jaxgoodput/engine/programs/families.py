@@ -272,9 +272,7 @@ class Programs(abc.ABC):
         del key
 
         def sums(p: PyTree, s: PyTree, m: PyTree, b: PyTree, w: Array, n: Array) -> Sums:
-            return pure.local_sums(
-                problem, p, s, m, b, w, jax.random.key(0), turn=problem.turn(n)
-            )
+            return pure.local_sums(problem, p, s, m, b, w, jax.random.key(0), turn=problem.turn(n))
 
         return jax.eval_shape(
             lambda *arguments: self._traced("sums of one", sums, *arguments),

@@ -1,11 +1,12 @@
 """A problem with several losses, each of which trains its own part of the parameters (`optim.named`).
 
-The losses of a micro-batch are computed in one pass. Then each loss is differentiated by the parameters of its
-own part; the compiler drops what is computed for others. With turns, only the loss whose turn it is is
-differentiated, in a branch of the program: the number of steps says which, so no program is added and the host
-decides nothing.
+The losses of a micro-batch are computed in one pass. Then each loss is differentiated by the parameters of
+its own part, and the compiler drops what is computed for others. With turns, only one loss is differentiated,
+in a branch of the program. The number of steps says which, so no program is added, and the host decides
+nothing.
 
-Sums keep the losses, their weights and their noise groups apart, as arrays `[names]` in the order of the parts.
+Sums keep the losses, their weights and their noise groups apart, as arrays `[names]` in the order of the
+parts.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from jaxgoodput._jax import zero_cotangent
+from jaxgoodput.engine.state import Loss
 from jaxgoodput.engine.step import Problem
 from jaxgoodput.optim import noise
 from jaxgoodput.optim.adaptation import AdaptiveState
@@ -32,8 +34,8 @@ OWN_NUMBERS = (LOSS, NOISE_SCALE, GAIN)
 class NamedProblem(Problem):
     """A problem whose loss is a `NamedLosses`, and whose `tx` is `optim.named.named` of the same parts.
 
-    Parameters are a dict with a key for each part. `moments` and `moves` are of the leaves of all parts, in the
-    order of `turns.names`.
+    Parameters are a dict with a key for each part. `moments` and `moves` are of the leaves of all parts, in
+    the order of `turns.names`.
     """
 
     turns: Turns = Turns(names=())
@@ -72,6 +74,15 @@ class NamedProblem(Problem):
         """Return the index of the part that moves after `step` others; nothing if all parts always move."""
         return {"turn": self.turns.at(step)} if self.turns.cycle else {}
 
+    def dependences(self, params: PyTree, out: Any) -> list[tuple[str, str, PyTree, Any]]:
+        """Return each loss and its parameters by what an error calls them, the parameters, and its value."""
+        found = []
+        for name in self.turns.names:
+            part = out.parts[name]
+            value = part.sum if isinstance(part, Loss) else part
+            found.append((f"the loss {name!r}", f"params[{name!r}]", params[name], value))
+        return found
+
     def measured_every(self, steps: int) -> int:
         """Return the steps between two that measure the noise, so that each part has its turn in them."""
         return coprime(steps, self.turns.period) if self.turns.cycle else steps
@@ -79,7 +90,7 @@ class NamedProblem(Problem):
     def value_and_grad(
         self, objective: Callable[..., Any], turn: Mapping[str, Array], *, swaps: bool
     ) -> Callable[..., Any]:
-        """Return a function to the losses `[names]` and other results, and each loss's gradient for its part."""
+        """Return a function to (losses `[names]`, other results), and each loss's gradient for its part."""
         del swaps  # a branch is no place for the compiler's kernels of single products
 
         def run(kept: PyTree, factors: PyTree) -> tuple[Any, PyTree]:

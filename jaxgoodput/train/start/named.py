@@ -20,8 +20,8 @@ def turns_of(optimizers: Any) -> Turns | None:
     if len(optimizers) < 2 or not all(isinstance(name, str) and name for name in optimizers):
         raise ValueError(
             f"optimizer() returned a dict with the keys {list(optimizers)!r:.80}. Return at least two "
-            'optimizers by the name of the part that each moves, such as {"generator": ..., "critic": ...}, or '
-            "a single optimizer as it is."
+            'optimizers by the name of the part that each moves, such as {"generator": ..., "critic": ...}. '
+            "Return a single optimizer as it is."
         )
     return Turns(names=tuple(sorted(optimizers)))
 
@@ -38,8 +38,8 @@ def require_parts(params: Any, kept: Any, names: tuple[str, ...]) -> None:
     """
     if type(params) is not dict:
         raise TypeError(
-            f"optimizer() returned optimizers by name, and init() made a {type(params).__name__}. Return a dict "
-            f"of parameters with the same names: {', '.join(map(repr, names))}."
+            f"optimizer() returned optimizers by name, and init() made a {type(params).__name__}. Return "
+            f"a dict of parameters with the same names: {', '.join(map(repr, names))}."
         )
     if missing := [name for name in names if name not in params]:
         raise ValueError(
@@ -77,8 +77,8 @@ def named_losses(out: Any, names: tuple[str, ...]) -> NamedLosses:
         if isinstance(part, Loss):
             if taken := sorted(set(OWN_NUMBERS) & set(part.aux)):
                 raise ValueError(
-                    f"loss {name!r} reports a number named {taken[0]!r}, and the run reports one by that name "
-                    "for each loss. Give it another name."
+                    f"loss {name!r} reports a number named {taken[0]!r}, and the run reports one by that "
+                    "name for each loss. Give it another name."
                 )
         elif not hasattr(part, "dtype"):
             raise TypeError(
@@ -92,8 +92,7 @@ def require_own_optimizer(out: Any) -> None:
     """Raise TypeError for several losses with a single optimizer."""
     if isinstance(out, Mapping):
         raise TypeError(
-            f"loss() returned losses named {', '.join(map(repr, out))}, and optimizer() a single optimizer. For "
-            "one update by their weighted sum, return jg.Loss.weighted(losses, weights). For an optimizer for "
-            "each, return a dict of optimizers by the same names from optimizer()."
+            f"loss() returned losses named {', '.join(map(repr, out))}, and optimizer() a single optimizer. "
+            "For one update by their weighted sum, return jg.Loss.weighted(losses, weights). For an "
+            "optimizer for each, return a dict of optimizers by the same names from optimizer()."
         )
-

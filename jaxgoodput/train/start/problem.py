@@ -140,9 +140,7 @@ def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None 
         "from_norm_layers": config.statistics.from_norm_layers,
         "measures_often": (config.statistics.every_steps or OFTEN + 1) <= OFTEN,
         "has_labels": labels is not None,
-        "compute_dtype": None
-        if config.compute_dtype is None
-        else jnp.dtype(config.compute_dtype),
+        "compute_dtype": None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),
         "ema": config.ema,
         "swaps_products": config.execution.swap_cpu_products,
         "summed": _summed(made),
@@ -233,9 +231,7 @@ class _Part:
         )
 
 
-def _require_for_names(
-    config: Config, tables: TaskTables | NoTables, *, has_labels: bool
-) -> None:
+def _require_for_names(config: Config, tables: TaskTables | NoTables, *, has_labels: bool) -> None:
     """Raise ValueError for what does not work with named updates."""
     for is_used, what, remedy in (
         (not isinstance(tables, NoTables), "tables()", "Return a single optimizer."),
