@@ -13,7 +13,7 @@ from absl import app, flags
 import jaxgoodput as jg
 
 HIDDEN = [nn.Dense(128), nn.relu, nn.Dense(128), nn.relu]
-NETS = {n: nn.Sequential([*HIDDEN, nn.Dense(w)]) for n, w in (("made", 2), ("judged", 1))}
+NETS = {n: nn.Sequential([*HIDDEN, nn.Dense(w)]) for n, w in (("maker", 2), ("judge", 1))}
 CENTRES = 2 * np.array([(np.cos(a), np.sin(a)) for a in np.pi / 4 * np.arange(8)], np.float32)
 
 
@@ -22,23 +22,21 @@ def net(name, params, x):
 
 
 class Gan(jg.Trainer):
-    """Two networks, of which each update moves one: an even one the discriminator."""
+    """Two networks, each with a loss and an optimizer of its own."""
 
     def init(self, key):
-        inputs = {"made": np.zeros((1, 8)), "judged": np.zeros((1, 2))}
+        inputs = {"maker": np.zeros((1, 8)), "judge": np.zeros((1, 2))}
         return {name: NETS[name].init(key, x)["params"] for name, x in inputs.items()}
 
-    def loss(self, params, batch, key):  # of both; each is held still in the other's part
-        stop, cross_entropy = jax.lax.stop_gradient, optax.sigmoid_binary_cross_entropy
-        made = net("made", params, jax.random.normal(key, (len(batch["x"]), 8)))
-        real, fake = (net("judged", params, x)[:, 0] for x in (batch["x"], stop(made)))
-        fooled = cross_entropy(net("judged", stop(params), made)[:, 0], 1.0)
-        return cross_entropy(real, 1.0) + cross_entropy(fake, 0.0) + fooled
+    def loss(self, params, batch, key):  # each moves the network with its name alone
+        cross_entropy = optax.sigmoid_binary_cross_entropy
+        made = net("maker", params, jax.random.normal(key, (len(batch["x"]), 8)))
+        real, fake = (net("judge", params, x)[:, 0] for x in (batch["x"], made))
+        judged = cross_entropy(real, 1.0) + cross_entropy(fake, 0.0)
+        return {"judge": judged, "maker": cross_entropy(fake, 1.0)}
 
-    def optimizer(self):
-        adam, mask = optax.adam(1e-3, b1=0.5), optax.conditionally_mask
-        turns = [mask(adam, lambda step, at=at, **_: jax.numpy.mod(step, 2) == at) for at in (0, 1)]
-        return optax.partition({"judged": turns[0], "made": turns[1]}, {n: n for n in NETS})
+    def optimizer(self):  # an update moves one of them, the judge first
+        return jg.InTurns({name: optax.adam(1e-3, b1=0.5) for name in ("judge", "maker")})
 
     def dataset(self):
         rng = np.random.default_rng(0)
@@ -49,7 +47,7 @@ def main(_):
     limits, workdir = jg.BatchLimits(base=256, max=256), flags.FLAGS.workdir
     trainer = Gan(jg.Config(workdir=workdir, batch=limits, base_steps=10_000, policy="fixed"))
     data = {"z": np.random.default_rng(1).normal(size=(4000, 8))}
-    outputs = lambda params, _, batch: {"x": net("made", params, batch["z"])}  # noqa: E731
+    outputs = lambda params, _, batch: {"x": net("maker", params, batch["z"])}  # noqa: E731
     far = trainer.predict(trainer.fit(), data, outputs)["x"][:, None] - CENTRES
     near = (np.linalg.norm(far, axis=2) < 0.6).sum(axis=0)
     print(f"{(near > 80).sum()} of 8 Gaussians; {near.sum() / 4000:.2f} of the points are near one")

@@ -724,7 +724,9 @@ def update(
     # Times the reciprocal: XLA fuses a product into both of its uses, but writes a quotient to memory.
     share = 1.0 / weight
     changed = _with_added(problem, state.model_state, total)
-    about = {"global_batch_size": total.samples, "noise": sample, **problem.turn(state.step)}
+    turn = problem.turn(state.step)
+    about = {"global_batch_size": total.samples, "noise": sample, **turn}
+    scale = total.samples / problem.base_batch_size
     about["decided"] = decided = problem.tx.decide(total.grads, state.opt_state, **about)
     norm_sqr, is_whole = _checked(problem, state, total, loss, share, cut=cut, **about)
     of_run, least_weight = problem.total(loss), problem.least(total.weight)
@@ -747,12 +749,12 @@ def update(
         return moved, after.inner, changed, ema
 
     def skip(grads: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
-        return kept, state.opt_state.inner, state.model_state, state.ema
+        inner = problem.tx.skipped(state.opt_state.inner, scale, **turn)
+        return kept, inner, state.model_state, state.ema
 
     # A branch, not a `where` over every leaf: that would keep old and new alive and copy both.
     new_kept, inner, model_state, ema = jax.lax.cond(finite, take, skip, total.grads)
     # The samples count all the same, so schedules that depend on them advance.
-    scale = total.samples / problem.base_batch_size
     passed = adaptation.passed_over(state.opt_state, scale)
     decided_own = problem.tx.watched(decided, inner, jnp.sqrt(norm_sqr), scale)
     own = jax.tree.map(lambda new, old: jnp.where(finite, new, old), decided_own, passed.own)

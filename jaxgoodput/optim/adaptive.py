@@ -112,6 +112,9 @@ class AdaptiveOptimizer(optax.GradientTransformationExtraArgs):
     watched: Callable[[UpdateDecision, PyTree, Array, Array], PackedTree[Adaptation]]
     """Function from a decision, the user's optimizer's state after the update, the norm of the gradient and
     the scale of the batch, to what `adaptive` adds to the state after the update."""
+    skipped: Callable[..., PyTree]
+    """Function from the user's optimizer's state and the scale of a batch that is skipped, and what else
+    `update` takes, to that state after it."""
 
     @classmethod
     def of(
@@ -120,11 +123,13 @@ class AdaptiveOptimizer(optax.GradientTransformationExtraArgs):
         update: Callable[..., Any],
         decide: Callable[..., UpdateDecision],
         watched: Callable[..., PackedTree[Adaptation]] | None = None,
+        skipped: Callable[..., PyTree] | None = None,
     ) -> "AdaptiveOptimizer":
-        """Make one of its functions. By default, the norm of the whole gradient is watched."""
+        """Make one of its functions. The default ones are for a single optimizer."""
         made = cls(init, update)
         made.decide = decide
         made.watched = watched or _watched
+        made.skipped = skipped or (lambda inner, scale: inner)
         return made
 
 

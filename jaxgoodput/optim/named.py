@@ -35,6 +35,7 @@ from jaxgoodput.optim.adaptation import (
     Findings,
     NoiseReadout,
     added,
+    passed_over,
     watched,
     whole,
 )
@@ -145,7 +146,7 @@ def named(
         turns=turns,
         base_batch_size=base_batch_size,
     )
-    return AdaptiveOptimizer.of(made.init, made.update, made.decide, made.watched)
+    return AdaptiveOptimizer.of(made.init, made.update, made.decide, made.watched, made.skipped)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -297,6 +298,16 @@ class _Named:
             worth=jnp.where(is_limited, least, 1),
         )
         return decided.own.replaced(own, dataclasses.replace(own, growth=growth))
+
+    def skipped(self, inner: Any, scale: Array, *, turn: Array | None = None) -> dict[str, Any]:
+        """Return the states of the parts after a batch that is skipped: its samples count for a turn."""
+        found = {}
+        for index, name in enumerate(self.parts):
+            old = inner[name]
+            moves = self.turns.moves(index, turn)
+            counted = scale if moves is None else jnp.where(moves, scale, 0)
+            found[name] = passed_over(old, counted)
+        return found
 
     def _samples(self, noise: NoiseSample | None, updates: Any) -> dict[str, NoiseSample | None]:
         """Return the noise sample of each part."""

@@ -10,6 +10,8 @@ import numpy as np
 import optax
 from jaxtyping import Array, PyTree
 
+from jaxgoodput.optim.named import InTurns
+
 
 class Task:
     """The subject of training: a model, a loss, an optimizer and data.
@@ -29,6 +31,10 @@ class Task:
         Return per-sample losses `[micro_batch_size]` if you can. If the weight is not the number of samples,
         return `Loss(sum, weight, aux)`, per sample or in total. A scalar mean works too, but cannot leave out
         padded samples. `key` is fresh for every micro-batch on every replica.
+
+        Return a dict of losses by name if `optimizer` returns optimizers by the same names: each loss is
+        then differentiated by the parameters of its own name alone. For the weighted sum of several losses
+        and one optimizer, return `Loss.weighted`.
 
         The method may take two more parameters. `mask`, `[micro_batch_size]`, is 1 for real rows and 0 for
         padding, for losses in which samples see each other (`Config.loss` says how batches are split for
@@ -77,7 +83,9 @@ class Task:
             "that the batch reads of it, integers [batch, ...]}."
         )
 
-    def optimizer(self) -> optax.GradientTransformation:
+    def optimizer(
+        self,
+    ) -> optax.GradientTransformation | Mapping[str, optax.GradientTransformation] | InTurns:
         """Return any optax optimizer, tuned at the base batch size.
 
         It receives the averaged gradient of the whole batch, so clipping acts on that. Its updates are
@@ -85,6 +93,10 @@ class Task:
         `Config.epochs` ends the run, they are called with the samples taken divided by the base batch size
         instead, so that a decay ends with the run. Do not put an average of the parameters into the chain,
         where it would miss the gain; use `Config.ema`.
+
+        If you return a dict of optimizers by name, each moves the part of the parameters with its name (a key
+        of the dict that `init` returns) by the gradient of the loss with its name, all in every update.
+        `InTurns` has them take turns. Their schedules are called with the progress of their own updates.
         """
         raise _undefined(self, "optimizer", "optimizer(self): return optax.adam(1e-3), or another")
 
