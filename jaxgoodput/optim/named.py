@@ -17,7 +17,7 @@ grows, even if one of them has more noise.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +28,7 @@ import optax
 from jaxtyping import Array, PyTree
 
 from jaxgoodput._pytree import PackedTree, struct, wide_dtype
+from jaxgoodput.goodput.efficiency import GradGroups
 from jaxgoodput.optim import noise as noises
 from jaxgoodput.optim.adaptation import (
     Adaptation,
@@ -327,16 +328,47 @@ class _Named:
         return found
 
     def _measured(self, own: Adaptation, parts: list[Adaptation]) -> Adaptation:
-        """Return what is about all parts, with their statistics joined."""
-        factors = []
-        for part, share in zip(parts, self.turns.shares, strict=True):
-            signal = jnp.sum(part.findings.trusted.sqr)
-            factors.append(jnp.where(signal > 0, share / jnp.where(signal > 0, signal, 1), 0))
+        """Return what is about all parts, with their statistics joined.
+
+        What is expected of a part's signal rests on that part alone: its share is not to change with others'.
+        """
+        found = [part.findings for part in parts]
+        factors = [
+            _factor(one.trusted.sqr, share)
+            for one, share in zip(found, self.turns.shares, strict=True)
+        ]
         noise = noises.joined([x.noise for x in parts], factors, own.noise)
         groups = noises.joined([x.groups for x in parts], factors, own.groups)
-        return dataclasses.replace(
-            own, noise=noise, groups=groups, findings=_findings(noise, groups)
+        known = jnp.all(jnp.stack([one.trusted.known for one in found]))
+
+        def together(moments: Sequence[Array]) -> Array:
+            return jnp.concatenate([f * x for f, x in zip(factors, moments, strict=True)])
+
+        trusted = GradGroups(
+            sqr=together([one.trusted.sqr for one in found]),
+            var=together([one.trusted.var for one in found]),
+            known=known,
         )
+        readouts = [one.readout for one in found]
+        plain = _findings(noise, groups).readout
+        readout = dataclasses.replace(
+            plain,
+            known=known,
+            group_sqr=together([one.group_sqr for one in readouts]),
+            group_var=together([one.group_var for one in readouts]),
+            # A guess about one part makes a guess of all.
+            seen_groups=jnp.min(jnp.stack([one.seen_groups for one in readouts])),
+        )
+        joint = Findings(readout=readout, trusted=trusted, by_label=None)
+        # What an earlier run has found holds until all parts are known.
+        findings = jax.tree.map(lambda new, old: jnp.where(known, new, old), joint, own.findings)
+        return dataclasses.replace(own, noise=noise, groups=groups, findings=findings)
+
+
+def _factor(signals: Array, share: float) -> Array:
+    """Return what a part's moments are multiplied by for its signals to add up to its share."""
+    signal = jnp.sum(signals)
+    return jnp.where(signal > 0, share / jnp.where(signal > 0, signal, 1), 0)
 
 
 def _findings(noise: NoiseState, groups: NoiseState) -> Findings:

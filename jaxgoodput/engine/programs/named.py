@@ -49,13 +49,14 @@ class NamedProblem(Problem):
         return tuple(f"{name}/{number}" for name in self.turns.names for number in OWN_NUMBERS)
 
     def report(self, opt_state: PyTree, losses: Array) -> dict[str, Array]:
-        """Return the loss, the noise scale (0 while unknown) and the gain of each part."""
+        """Return the loss, the noise scale (of its groups together; 0 while unknown) and the gain of each part."""
         found: dict[str, Array] = {}
         for index, name in enumerate(self.turns.names):
             own = self._state(opt_state, name).own.tree
             read = own.findings.readout
-            is_known = read.known & (read.sqr > 0)
-            ratio = read.var / jnp.where(is_known, read.sqr, 1)
+            signal, spread = jnp.sum(read.group_sqr), jnp.sum(read.group_var)
+            is_known = read.known & (signal > 0)
+            ratio = spread / jnp.where(is_known, signal, 1)
             found[f"{name}/{LOSS}"] = losses[index]
             found[f"{name}/{NOISE_SCALE}"] = jnp.where(is_known, ratio * self.base_batch_size, 0)
             found[f"{name}/{GAIN}"] = own.gain.mean()
