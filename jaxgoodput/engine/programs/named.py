@@ -49,7 +49,7 @@ class NamedProblem(Problem):
         return tuple(f"{name}/{number}" for name in self.turns.names for number in OWN_NUMBERS)
 
     def report(self, opt_state: PyTree, losses: Array) -> dict[str, Array]:
-        """Return the loss, the noise scale (of its groups together; 0 while unknown) and the gain of each part."""
+        """Return the loss, the noise scale (pooled; 0 while unknown) and the gain of each part."""
         found: dict[str, Array] = {}
         for index, name in enumerate(self.turns.names):
             own = self._state(opt_state, name).own.tree
