@@ -513,8 +513,8 @@ class _Adaptive:
         `worth` replaces what the batch is worth. The last values are those of `_moments_after`.
         """
         one = as_one(own.findings.trusted, scale)
-        if worth is None:
-            worth = adascale(scale, one)  # at most 1 if the noise is unknown
+        # At most 1 if the noise is unknown.
+        worth = jnp.asarray(adascale(scale, one)) if worth is None else worth
         grad = own.findings.by_label
         if grad is None:
             grad = jax.tree.map(lambda x: x[None], one)

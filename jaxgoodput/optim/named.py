@@ -160,7 +160,8 @@ class _Named:
 
     def init(self, params: Any) -> Any:
         """Return the state before the first update."""
-        inner = {name: part.tx.init(params[name]) for name, part in self.parts.items()}
+        # optax's types know only trees of arrays.
+        inner: Any = {name: part.tx.init(params[name]) for name, part in self.parts.items()}
         owns = [inner[name].own.tree for name in self.parts]
         noise = noises.init_noise(sum(x.noise.current.sqr.size - 1 for x in owns))
         groups = noises.init_noise(sum(x.groups.current.sqr.size - 1 for x in owns))

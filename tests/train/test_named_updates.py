@@ -64,15 +64,15 @@ class Pair(Trainer):
         super().__init__(config, **options)
         self.given = optimizers() if given is None else given
 
-    def init(self, key):
+    def init(self, key) -> Any:
         w = jnp.arange(WIDTH, dtype=jnp.float32) / WIDTH - 0.4
         made = {"w": jnp.eye(WIDTH), "b": jnp.zeros(WIDTH)}
         return {"maker": made, "critic": {"w": w}}
 
-    def loss(self, params, batch, key):
+    def loss(self, params, batch, key) -> Any:
         return losses_of(params, batch)
 
-    def optimizer(self):
+    def optimizer(self) -> Any:
         return self.given
 
     def dataset(self):
@@ -261,13 +261,13 @@ def test_an_elastic_job_makes_the_same_updates(tmp_path, count):
     elastic = Engines(inputs.problem, inputs.sample, world=world, control_size=1).on(layout)
     usual, found = Engines(inputs.problem, inputs.sample).on(layout), []
     for engine in (elastic, usual):
-        state = engine.init(jax.random.key(0))
+        state, packed = engine.init(jax.random.key(0)), None
         for seed in range(4):
             work = engine.begin(state)
             for half in range(2):
                 rows = put(engine, rows_of(8, seed=10 * seed + half))
                 work = engine.accumulate(work, *rows)
-            more = (np.zeros(1, np.float32),) if engine is elastic else ()
+            more = [np.zeros(1, np.float32)] if engine is elastic else []
             state, packed = engine.apply(state, work, *more)
         found.append((jax.device_get(state.params), read(engine, packed)))
     (params, metrics), (expected, others) = found
@@ -286,8 +286,8 @@ class Planted(Pair):
         return {name: jnp.zeros(DIM) for name in self.names}
 
     @property
-    def names(self):
-        return tuple(getattr(self.given, "optimizers", self.given))
+    def names(self) -> list[str]:
+        return list(getattr(self.given, "optimizers", self.given))
 
     def loss(self, params, batch, key):
         found = {name: batch[name] @ params[name] for name in self.names}
@@ -421,7 +421,7 @@ def refused(workdir, kind=Pair, given=None, **settings):
 
 
 class OneLoss(Pair):
-    def loss(self, params, batch, key):
+    def loss(self, params, batch, key) -> Any:
         return sum(losses_of(params, batch).values())
 
 
