@@ -44,8 +44,8 @@ class Gan(jg.Trainer):
 
 
 def main(_):
-    limits, workdir = jg.BatchLimits(base=256, max=256), flags.FLAGS.workdir
-    trainer = Gan(jg.Config(workdir=workdir, batch=limits, base_steps=10_000, policy="fixed"))
+    limits, workdir = jg.BatchLimits(base=256, max=512), flags.FLAGS.workdir
+    trainer = Gan(jg.Config(workdir=workdir, batch=limits, base_steps=10_000))
     data = {"z": np.random.default_rng(1).normal(size=(4000, 8))}
     outputs = lambda params, _, batch: {"x": net("maker", params, batch["z"])}  # noqa: E731
     far = trainer.predict(trainer.fit(), data, outputs)["x"][:, None] - CENTRES

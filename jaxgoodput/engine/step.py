@@ -171,6 +171,14 @@ class Problem:
         """Return the number, such as a loss weight, that holds for each leaf of a gradient tree."""
         return [number] * len(jax.tree.leaves(tree))
 
+    def map_leaves(
+        self, function: Callable[[Array, Array], Array], grads: PyTree, number: Array
+    ) -> PyTree:
+        """Return `function` of each leaf of a gradient tree and the number that holds for it."""
+        leaves, structure = jax.tree.flatten(grads)
+        pairs = zip(leaves, self.of_leaves(number, grads), strict=True)
+        return jax.tree.unflatten(structure, [function(*pair) for pair in pairs])
+
     def of_norms(self, number: Array, grads: PyTree) -> Array:
         """Return a number in a form that multiplies norms of moving leaves, `[leaves]`."""
         del grads
@@ -448,24 +456,15 @@ def local_sums(
         factors = norm_layers.ones(
             lambda rows: problem.loss_and_state(params, model_state, rows, key), batch
         )
-    if factors and measure:
-        differentiated = (
-            swapped_value_and_grad if swaps else partial(jax.value_and_grad, has_aux=True)
-        )
-        (total, others), (grads, by_sample) = differentiated(objective, argnums=(0, 1))(
-            kept, factors
-        )
-    else:
-        (total, others), grads = problem.value_and_grad(objective, turn, swaps=swaps)(kept, {})
-        by_sample = jax.tree.map(jnp.zeros_like, factors)
+    (total, others), (grads, by_sample) = _differentiated(
+        problem, objective, kept, factors, turn, measure=measure, swaps=swaps
+    )
     weight, aux, new_state = jax.lax.stop_gradient(others[0]), *others[1:]
     grads = jax.tree.map(lambda g: wide(g) if jnp.issubdtype(g.dtype, jnp.floating) else g, grads)
     if not alone:
         # The gradient of a micro-batch of padding alone may be anything. `alone` spares this choice, because
         # XLA:CPU writes it to memory, which slows down every sum over the gradient.
-        leaves, structure = jax.tree.flatten(grads)
-        pairs = zip(leaves, problem.of_leaves(weight, grads), strict=True)
-        grads = jax.tree.unflatten(structure, [jnp.where(w > 0, g, 0) for g, w in pairs])
+        grads = problem.map_leaves(lambda g, w: jnp.where(w > 0, g, 0), grads, weight)
     total = jnp.where(weight > 0, total, 0.0)
     if problem.from_norm_layers:
         like = problem.moving(grads)
@@ -489,6 +488,24 @@ def local_sums(
         added=_changes(problem, model_state, new_state, samples),
         model_state=_advance(model_state, new_state, samples),
     )
+
+
+def _differentiated(
+    problem: Problem,
+    objective: Callable[..., Any],
+    kept: PyTree,
+    factors: norm_layers.Factors,
+    turn: Mapping[str, Array],
+    *,
+    measure: bool,
+    swaps: bool,
+) -> tuple[Any, tuple[PyTree, norm_layers.Factors]]:
+    """Return what an objective returns, and its gradients by the parameters and, to `measure`, the factors."""
+    if not (factors and measure):
+        found, grads = problem.value_and_grad(objective, turn, swaps=swaps)(kept, {})
+        return found, (grads, jax.tree.map(jnp.zeros_like, factors))
+    differentiated = swapped_value_and_grad if swaps else partial(jax.value_and_grad, has_aux=True)
+    return differentiated(objective, argnums=(0, 1))(kept, factors)
 
 
 def _typed_beside(params: PyTree, mask: Array) -> Array:
@@ -631,13 +648,12 @@ def _checked(
     """
     kept, _ = split(state.params, problem.mask(state.params))
     small = max(SMALL, min(g.size for g in jax.tree.leaves(problem.moving(total.grads))))
-    leaves, structure = jax.tree.flatten(total.grads)
-    shares = problem.of_leaves(share, total.grads)
-    grads = [
-        g * s.astype(g.dtype) if g.size <= small else jnp.ones_like(g)
-        for g, s in zip(leaves, shares, strict=True)
-    ]
-    grads = jax.tree.unflatten(structure, grads)
+    leaves, shares = jax.tree.leaves(total.grads), problem.of_leaves(share, total.grads)
+
+    def small_mean(g: Array, s: Array) -> Array:
+        return g * s.astype(g.dtype) if g.size <= small else jnp.ones_like(g)
+
+    grads = problem.map_leaves(small_mean, total.grads, share)
     updates, _ = problem.tx.update(grads, state.opt_state, kept, value=loss, **about)
     zero = jnp.zeros((), share.dtype)
     norm, lost = zero, zero
@@ -734,10 +750,8 @@ def update(
     finite &= _stays_finite(state.model_state, changed)
 
     def take(grads: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
-        leaves, structure = jax.tree.flatten(grads)
-        pairs = zip(leaves, problem.of_leaves(share, grads), strict=True)
         updates, opt_state = problem.tx.update(
-            jax.tree.unflatten(structure, [g * s.astype(g.dtype) for g, s in pairs]),
+            problem.map_leaves(lambda g, s: g * s.astype(g.dtype), grads, share),
             state.opt_state,
             kept,
             value=loss,  # for links that ask for it, such as `reduce_on_plateau`
