@@ -500,7 +500,7 @@ def _differentiated(
     measure: bool,
     swaps: bool,
 ) -> tuple[Any, tuple[PyTree, norm_layers.Factors]]:
-    """Return what an objective returns, and its gradients by the parameters and, to `measure`, the factors."""
+    """Return what an objective returns, and its gradients by parameters and, to `measure`, by factors."""
     if not (factors and measure):
         found, grads = problem.value_and_grad(objective, turn, swaps=swaps)(kept, {})
         return found, (grads, jax.tree.map(jnp.zeros_like, factors))
