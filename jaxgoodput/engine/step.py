@@ -149,10 +149,13 @@ class Problem:
         del step
         return {}
 
-    def dependences(self, params: PyTree, out: Any) -> list[tuple[str, str, PyTree, Any]]:
-        """Return each loss and its parameters by what an error calls them, the parameters, and its value."""
-        value = out.sum if isinstance(out, Loss) else out
-        return [("the loss", "the parameters", params, value)]
+    def dependences(self, params: PyTree, out: Any) -> list[tuple[PyTree, Any, str]]:
+        """Return the parameters that each loss trains, its value, and what to say if it reads none of them."""
+        otherwise = (
+            "the loss does not depend on the parameters, so there is nothing to learn. Return a loss that is "
+            "computed from them."
+        )
+        return [(params, out.sum if isinstance(out, Loss) else out, otherwise)]
 
     def measured_every(self, steps: int) -> int:
         """Return the steps between two that measure the noise, at least `steps`."""
@@ -359,12 +362,9 @@ def require_dependence(problem: Problem, state: TrainState, batch: PyTree) -> No
     leaves, structure = jax.tree.flatten(state.params)
     params = jax.tree.unflatten(structure, jaxpr.invars[: len(leaves)])
     out, _ = jax.tree.unflatten(jax.tree.structure(shape), jaxpr.outvars)
-    for what, which, own, value in problem.dependences(params, out):
+    for own, value, otherwise in problem.dependences(params, out):
         if not _depends(jaxpr, jax.tree.leaves(own), value):
-            raise TypeError(
-                f"{what} does not depend on {which}, so there is nothing to learn. Return a loss that "
-                "is computed from them."
-            )
+            raise TypeError(otherwise)
 
 
 def _depends(jaxpr: Jaxpr, inputs: list[Any], output: Any) -> bool:

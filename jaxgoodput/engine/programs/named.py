@@ -75,13 +75,16 @@ class NamedProblem(Problem):
         """Return the index of the part that moves after `step` others; nothing if all parts always move."""
         return {"turn": self.turns.at(step)} if self.turns.cycle else {}
 
-    def dependences(self, params: PyTree, out: Any) -> list[tuple[str, str, PyTree, Any]]:
-        """Return each loss and its parameters by what an error calls them, the parameters, and its value."""
+    def dependences(self, params: PyTree, out: Any) -> list[tuple[PyTree, Any, str]]:
+        """Return the parameters that each loss trains, its value, and what to say if it reads none of them."""
         found = []
         for name in self.turns.names:
             part = out.parts[name]
-            value = part.sum if isinstance(part, Loss) else part
-            found.append((f"the loss {name!r}", f"params[{name!r}]", params[name], value))
+            otherwise = (
+                f"the loss {name!r} does not depend on params[{name!r}], so there is nothing to learn. Return "
+                "a loss that is computed from the parameters with its name."
+            )
+            found.append((params[name], part.sum if isinstance(part, Loss) else part, otherwise))
         return found
 
     def measured_every(self, steps: int) -> int:

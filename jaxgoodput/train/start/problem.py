@@ -146,7 +146,7 @@ def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None 
         "summed": _summed(made),
     }
     if turns is None:
-        part = _Part.of(given, kept, config, "optimizer()")
+        part = _Part.of(_transformation(given), kept, config)
         problem = Problem(
             tx=part.adaptive(config, tables.optimizer(part.treatment.tx), labels),
             preconditioned=part.is_divided,
@@ -159,7 +159,7 @@ def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None 
     require_parts(params, kept, turns.names)
     optimizers = by_name(given)
     parts = {
-        name: _Part.of(optimizers[name], kept[name], config, f"optimizer()[{name!r}]")
+        name: _Part.of(_transformation(optimizers[name], name), kept[name], config)
         for name in turns.names
     }
     return NamedProblem(
@@ -180,6 +180,23 @@ def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None 
     )
 
 
+def _transformation(tx: Any, name: str | None = None) -> optax.GradientTransformation:
+    """Return the optimizer of a name, or the only one. Raises TypeError if it is none of optax's."""
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        if name is not None:
+            raise TypeError(
+                f"optimizer()[{name!r}] must be an optax.GradientTransformation; got {type(tx).__name__}. "
+                "Write optax.adam(1e-3), or another one of optax."
+            )
+        raise TypeError(
+            f"optimizer() must return an optax.GradientTransformation; got {type(tx).__name__}. "
+            "Write `return optax.adam(1e-3)`, or another one of optax."
+        )
+    if isinstance(tx, optax.GradientTransformation):
+        return tx
+    return optax.GradientTransformationExtraArgs(tx.init, tx.update)  # such as optax.MultiSteps
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Part:
     """An optimizer, how it is treated, and whether noise is measured in its preconditioner's coordinates."""
@@ -188,17 +205,8 @@ class _Part:
     is_divided: bool
 
     @classmethod
-    def of(cls, tx: Any, kept: PyTree, config: Config, what: str) -> "_Part":
-        """Find out about an optimizer, which `what` names, of the parameters `kept`."""
-        if not (hasattr(tx, "init") and hasattr(tx, "update")):
-            raise TypeError(
-                f"{what} must return an optax.GradientTransformation; got {type(tx).__name__}. "
-                "Write `return optax.adam(1e-3)`, or another one of optax."
-                if what == "optimizer()"
-                else f"{what} must be an optax.GradientTransformation; got {type(tx).__name__}."
-            )
-        if not isinstance(tx, optax.GradientTransformation):  # such as optax.MultiSteps
-            tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    def of(cls, tx: optax.GradientTransformation, kept: PyTree, config: Config) -> "_Part":
+        """Find out about an optimizer of the parameters `kept`."""
         treatment = _treatment(tx, kept, config)
         _require_progress(treatment, config)
         preconditioned = config.statistics.preconditioned
