@@ -150,7 +150,7 @@ class Problem:
         return {}
 
     def dependences(self, params: PyTree, out: Any) -> list[tuple[PyTree, Any, str]]:
-        """Return the parameters that each loss trains, its value, and what to say if it reads none of them."""
+        """Return for each loss the parameters that it trains, its value, and the error if it reads none."""
         otherwise = (
             "the loss does not depend on the parameters, so there is nothing to learn. Return a loss that is "
             "computed from them."

@@ -76,13 +76,13 @@ class NamedProblem(Problem):
         return {"turn": self.turns.at(step)} if self.turns.cycle else {}
 
     def dependences(self, params: PyTree, out: Any) -> list[tuple[PyTree, Any, str]]:
-        """Return the parameters that each loss trains, its value, and what to say if it reads none of them."""
+        """Return for each loss the parameters that it trains, its value, and the error if it reads none."""
         found = []
         for name in self.turns.names:
             part = out.parts[name]
             otherwise = (
-                f"the loss {name!r} does not depend on params[{name!r}], so there is nothing to learn. Return "
-                "a loss that is computed from the parameters with its name."
+                f"the loss {name!r} does not depend on params[{name!r}], so there is nothing to learn. "
+                "Return a loss that is computed from the parameters with its name."
             )
             found.append((params[name], part.sum if isinstance(part, Loss) else part, otherwise))
         return found
