@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,17 +31,20 @@ class LossChecks:
     def __init__(self, problem: Problem, layout: Layout):
         self.problem = problem
         self.layout = layout
-        self._regrouped: dict[int, jax.stages.Compiled] = {}
-        """The compiled comparison of `couples_samples`, by half the number of samples."""
+        self._regrouped: dict[tuple[int, int], jax.stages.Compiled] = {}
+        """The compiled comparison of `couples_samples`, by half the number of samples and the loss."""
 
     def couples_samples(self, state: TrainState, rows: PyTree) -> bool:
-        """Return whether the loss of a sample, or its gradient, depends on the samples beside it.
+        """Return whether a loss of a sample, or its gradient, depends on the samples beside it.
 
         `rows` are an even number of samples, one half unlike the other (`unlike_halves`). A sum over samples,
         whatever its keys do to a position, has f(ab) + f(ba) = f(aa) + f(bb) for halves a and b, and so has
         its gradient. The loss itself may be the same for all samples, such as for a head of zeros; its
         gradient is not. False if neither can tell, because it is not finite, or the same for all samples.
         """
+        return any(self._couples(state, rows, which) for which in range(self.problem.num_losses))
+
+    def _couples(self, state: TrainState, rows: PyTree, which: int) -> bool:
         half = len(jax.tree.leaves(rows)[0]) // 2
         a, b = np.arange(half), np.arange(half, 2 * half)
         pairs = [np.concatenate(pair) for pair in ((a, b), (b, a), (a, a), (b, b))]
@@ -53,11 +57,11 @@ class LossChecks:
             jax.device_put(places, whole),
             state.key,
         )
-        if half not in self._regrouped:
-            traced = self._regroup.trace(*arguments)
+        if (half, which) not in self._regrouped:
+            traced = self._regroup(which).trace(*arguments)
             options = seldom_options(traced)
-            self._regrouped[half] = traced.lower().compile(compiler_options=options)
-        found = self._regrouped[half](*arguments)
+            self._regrouped[half, which] = traced.lower().compile(compiler_options=options)
+        found = self._regrouped[half, which](*arguments)
         values, differences, sizes = (np.asarray(x, np.float64) for x in jax.device_get(found))
         share = COUPLED * (1 if self.problem.compute_dtype is None else 10)
         ab, ba, aa, bb = values
@@ -111,12 +115,17 @@ class LossChecks:
         out, _ = jax.eval_shape(
             self.problem.loss_and_state, state.params, state.model_state, given, state.key
         )
-        if isinstance(out, Loss):  # its weight says how many samples it covers
-            return False
+        return any(
+            self._grows(state, rows, which)
+            for which, loss in enumerate(self.problem.each_loss(out))
+            # The weight of a `Loss` says how many samples it covers.
+            if not isinstance(loss, Loss) and jnp.ndim(loss) == 0
+        )
 
+    def _grows(self, state: TrainState, rows: PyTree, which: int) -> bool:
         def of(copies: int, key: Array) -> float:
             places = np.tile(np.arange(len(jax.tree.leaves(rows)[0])), copies)
-            return self._total_of(state, rows, places, key)
+            return self._total_of(state, rows, places, key, which)
 
         one, two = (of(copies, state.key) for copies in (1, 2))
         if not abs(two - one) > 0.05 * abs(two):  # also false if they are not finite
@@ -130,11 +139,16 @@ class LossChecks:
         return bool(is_growth and is_linear)
 
     def _total_of(
-        self, state: TrainState, rows: PyTree, places: Sequence[int] | np.ndarray, key: Array
+        self,
+        state: TrainState,
+        rows: PyTree,
+        places: Sequence[int] | np.ndarray,
+        key: Array,
+        which: int,
     ) -> float:
-        """Return the total loss of the rows with the indices `places`, each repeated for every replica."""
+        """Return the total of a loss over the rows with the indices `places`, each repeated by replica."""
         batch = self._placed(rows, places)
-        return float(self._total(state.params, state.model_state, batch, key))
+        return float(self._total(state.params, state.model_state, batch, key, which))
 
     def _placed(self, rows: PyTree, places: Sequence[int] | np.ndarray) -> PyTree:
         """Return the rows with these indices, each repeated for every replica, on the devices."""
@@ -143,10 +157,12 @@ class LossChecks:
 
     @cached_property
     def _total(self):
-        def total(params: PyTree, model_state: PyTree, batch: PyTree, key: Array) -> Array:
-            return self._called(params, model_state, batch, key)[0]
+        def total(
+            params: PyTree, model_state: PyTree, batch: PyTree, key: Array, which: int
+        ) -> Array:
+            return self._called(params, model_state, batch, key, which)[0]
 
-        return jax.jit(total)
+        return jax.jit(total, static_argnums=4)
 
     @cached_property
     def _state_after(self):
@@ -155,9 +171,8 @@ class LossChecks:
 
         return jax.jit(after)
 
-    @cached_property
-    def _regroup(self):
-        """The comparison: losses of four batches, and |sum of signed gradients|^2, sum of |gradient|.
+    def _regroup(self, which: int) -> Any:
+        """Return the comparison: losses of four batches, |sum of signed gradients|^2, sum of |gradient|.
 
         One gradient after the other, so that two trees of the model's size are needed, as in a step.
         """
@@ -167,7 +182,7 @@ class LossChecks:
             kept, rest = split(params, self.problem.mask(params))
 
             def total(kept: PyTree, batch: PyTree) -> Array:
-                return self._called(combine(kept, rest), model_state, batch, key)[0]
+                return self._called(combine(kept, rest), model_state, batch, key, which)[0]
 
             def add(carry: tuple[PyTree, Array], one: tuple[Array, Array]):
                 signed, sizes = carry
@@ -187,12 +202,13 @@ class LossChecks:
         return jax.jit(run)
 
     def _called(
-        self, params: PyTree, model_state: PyTree, batch: PyTree, key: Array
+        self, params: PyTree, model_state: PyTree, batch: PyTree, key: Array, which: int = 0
     ) -> tuple[Array, PyTree]:
-        """Return the total of the loss, and the model state after it."""
+        """Return the total of the loss with this number, and the model state after it."""
         params = cast(params, self.problem.compute_dtype)
         out, after = self.problem.loss_and_state(params, model_state, batch, key)
-        return jnp.sum(wide(out.sum if isinstance(out, Loss) else out)), after
+        loss = self.problem.each_loss(out)[which]
+        return jnp.sum(wide(loss.sum if isinstance(loss, Loss) else loss)), after
 
 
 def has_constraints(problem: Problem, state: TrainState, batch: PyTree) -> bool:

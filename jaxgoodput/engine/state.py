@@ -71,13 +71,16 @@ class Loss:
         `losses` are losses per sample, `[batch]`, by name. A name without a weight has weight 1. What is
         reported is a loss before its weight. For an optimizer for each loss, return a dict of losses instead.
 
-        Raises ValueError for a weight without a loss, and TypeError for a loss that is not one per sample.
+        Raises ValueError for no losses or a weight without one, and TypeError for a loss that is not one per
+        sample.
 
         >>> loss = Loss.weighted({"fit": jnp.ones(2), "size": jnp.full(2, 3.0)}, {"size": 0.1})
         >>> [round(float(x), 2) for x in loss.sum]
         [1.3, 1.3]
         """
         weights = weights or {}
+        if not losses:
+            raise ValueError("Loss.weighted got no losses. Give it at least one, by a name.")
         if unknown := sorted(set(weights) - set(losses)):
             raise ValueError(
                 f"Loss.weighted has a weight for {', '.join(map(repr, unknown))}, and its losses are "
@@ -92,7 +95,8 @@ class Loss:
                     "Loss.of(sum, weight)."
                 )
         total = sum(weights.get(name, 1.0) * loss for name, loss in losses.items())
-        return cls.of(total, **losses)
+        total = jnp.asarray(total)
+        return cls(sum=total, weight=jnp.ones_like(total), aux=dict(losses))
 
 
 def _shown(loss: Any) -> str:
@@ -104,7 +108,8 @@ def _shown(loss: Any) -> str:
 class NamedLosses(Loss):
     """Losses by name, each of which trains its own part of the parameters. A run makes it of a task's dict.
 
-    As a `Loss` it is the sum of all, per sample if all are, which suits checks of what the loss depends on.
+    As a `Loss` it is the sum of all, per sample if all are. In a game that may cancel, so checks of what a
+    loss depends on look at one after the other (`Problem.each_loss`).
     """
 
     parts: Mapping[str, Leaf] = dataclasses.field(default_factory=dict)

@@ -89,8 +89,8 @@ class Problem:
     """Whether noise is measured sample by sample, on normalisation layers alone."""
     measures_often: bool = False
     """Whether steps that measure the noise are so frequent that they should run, not compile, fast."""
-    has_labels: bool = False
-    """Whether learning rates differ by label."""
+    has_own_rates: bool = False
+    """Whether parts of the parameters have learning rates of their own, by their own noise."""
     compute_dtype: DTypeLike | None = None
     """Type that floating parameters are cast to for computing; None: their own."""
     ema: float | None = None
@@ -149,6 +149,15 @@ class Problem:
         del step
         return {}
 
+    @property
+    def num_losses(self) -> int:
+        """How many losses `each_loss` returns."""
+        return 1
+
+    def each_loss(self, out: Any) -> list[Any]:
+        """Return the losses in what `loss_and_state` returns, to be looked at one by one."""
+        return [out]
+
     def dependences(self, params: PyTree, out: Any) -> list[tuple[PyTree, Any, str]]:
         """Return for each loss the parameters that it trains, its value, and the error if it reads none."""
         otherwise = (
@@ -181,6 +190,10 @@ class Problem:
         leaves, structure = jax.tree.flatten(grads)
         pairs = zip(leaves, self.of_leaves(number, grads), strict=True)
         return jax.tree.unflatten(structure, [function(*pair) for pair in pairs])
+
+    def least_sizes(self, grads: PyTree) -> list[int]:
+        """Return the size of the smallest leaf that each optimizer moves."""
+        return [min(g.size for g in jax.tree.leaves(self.moving(grads)))]
 
     def of_norms(self, number: Array, grads: PyTree) -> Array:
         """Return a number in a form that multiplies norms of moving leaves, `[leaves]`."""
@@ -647,7 +660,7 @@ def _checked(
     optimizers may divide by a norm. If all leaves are large, the smallest that moves is checked.
     """
     kept, _ = split(state.params, problem.mask(state.params))
-    small = max(SMALL, min(g.size for g in jax.tree.leaves(problem.moving(total.grads))))
+    small = max(SMALL, *problem.least_sizes(total.grads))
     leaves, shares = jax.tree.leaves(total.grads), problem.of_leaves(share, total.grads)
 
     def small_mean(g: Array, s: Array) -> Array:
@@ -789,7 +802,7 @@ def update(
     # A batch without weight is reported as one, not as what its gradient is if divided by nothing. Only here:
     # a choice among what the update reads would change its roundings.
     has_none = least_weight <= 0
-    losses = jnp.where(has_none, 0.0, loss)
+    losses = jnp.where(total.weight <= 0, 0.0, loss)
     reported_norm_sqr = jnp.where(has_none, 0.0, norm_sqr)
     metrics = _metrics(problem, new_state, total, losses, reported_norm_sqr, finite)
     return new_state, metrics

@@ -130,6 +130,8 @@ class NamedDecision(UpdateDecision):
 
     parts: Mapping[str, UpdateDecision]
     """Decision of each part. A part that does not move keeps its state, whatever its decision says."""
+    turn: Any = None
+    """Index of the part that moves; None: all of them do."""
 
 
 def named(
@@ -234,6 +236,7 @@ class _Named:
             done=own.progress + own.progress_rest,
             progressed=progressed,
             parts=decided,
+            turn=turn,
         )
 
     def update(
@@ -285,16 +288,25 @@ class _Named:
     def watched(
         self, decided: UpdateDecision, inner: Any, grad_norm: Array, scale: Array
     ) -> PackedTree[Adaptation]:
-        """Return what is about all parts after the update. Each part has watched its own gradient."""
+        """Return what is about all parts after the update. Each part has watched its own gradient.
+
+        The limit of any part holds for all, which is cautious: others may bear more.
+        """
         del grad_norm, scale
+        assert isinstance(decided, NamedDecision)
         own = decided.own.tree
         growths = [inner[name].own.tree.growth for name in self.parts]
         limits = jnp.stack([one.most_worth for one in growths])
         least = jnp.min(jnp.where(limits > 0, limits, jnp.finfo(limits.dtype).max))
         is_limited = jnp.any(limits > 0)
+        # Of a part that keeps its state, the gradient exploded in an update before.
+        explodes = [
+            one.explodes & (True if (moves := self.turns.moves(i, decided.turn)) is None else moves)
+            for i, one in enumerate(growths)
+        ]
         growth = dataclasses.replace(
             own.growth,
-            explodes=jnp.any(jnp.stack([one.explodes for one in growths])),
+            explodes=jnp.any(jnp.stack(explodes)),
             # So that `most_worth` is the least of the parts'.
             exploded=is_limited.astype(limits.dtype),
             worth=jnp.where(is_limited, least, 1),

@@ -1,5 +1,6 @@
 """Named updates: a run is the loop by hand with an optimizer for each loss, at once or in turns."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxgoodput.observe.events import StepEnd
 from jaxgoodput.optim.named import InTurns
 from jaxgoodput.parallel.place import DEVICE_AXIS, GROUP_AXIS
 from jaxgoodput.parallel.strategy import Strategy
+from jaxgoodput.train.ask.rates import find_learning_rate
 from jaxgoodput.train.control import Preempted
 from jaxgoodput.train.start.problem import TaskInputs
 from jaxgoodput.train.trainer import Trainer
@@ -248,6 +250,83 @@ def test_a_part_without_weight_has_the_whole_update_refused_and_the_turn_goes_on
     assert [name for name in NAMES if not same(before[name], after[name])] == ["maker"]
 
 
+def test_a_gradient_that_explodes_is_reported_in_its_own_turn_alone(tmp_path):
+    """A part that keeps its state keeps what it knows of its last gradient, too."""
+    tx = engine_of(Pair(config(tmp_path, batch=LIMITS), given=InTurns(optimizers()))).problem.tx
+    params = Pair.init(None, None)  # pyright: ignore[reportArgumentType]
+    state = tx.init(params)
+    own = state.inner["maker"].own
+    growth = dataclasses.replace(own.tree.growth, explodes=jnp.asarray(True))
+    own = own.replaced(own.tree, dataclasses.replace(own.tree, growth=growth))
+    inner = {**state.inner, "maker": state.inner["maker"]._replace(own=own)}
+    grads = jax.tree.map(jnp.ones_like, params)
+
+    def reported(turn):
+        turn = None if turn is None else jnp.asarray(turn)
+        decided = tx.decide(grads, state, global_batch_size=16, turn=turn)
+        found = tx.watched(decided, inner, jnp.ones(()), jnp.ones(()))
+        return bool(found.tree.growth.explodes)
+
+    assert [reported(NAMES.index(name)) for name in NAMES] == [False, True]
+    assert reported(None)
+
+
+class Large(Pair):
+    """The largest leaf of one part is small, and the smallest one of the other large."""
+
+    def init(self, key):
+        return {"maker": {"w": jnp.zeros((160, 160))}, "critic": {"w": jnp.zeros(WIDTH)}}
+
+    def loss(self, params, batch, key):
+        losses = [
+            batch["real"] @ params["critic"]["w"],
+            batch["tokens"] * params["maker"]["w"].sum(),
+        ]
+        return {name: loss + 1 for name, loss in zip(NAMES, losses, strict=True)}
+
+
+@pytest.mark.slow
+def test_each_optimizer_is_looked_at_before_an_update_is_applied(tmp_path):
+    """A schedule that turns NaN spoils all leaves of its own part, and no others."""
+    lost = {"critic": optax.sgd(0.1), "maker": optax.sgd(lambda count: count * jnp.nan)}
+    engine = engine_of(Large(config(tmp_path, batch=LIMITS), given=lost))
+    state = engine.init(jax.random.key(0))
+    state, packed = engine.step(state, None, *put(engine, rows_of(16)), measure=False)
+    assert not read(engine, packed).is_finite and np.isfinite(state.params["maker"]["w"]).all()
+
+
+class ZeroSum(Pair):
+    """Losses whose sum is 0 wherever a sample meets the others."""
+
+    coupled = True
+
+    def loss(self, params, batch, key):
+        made = batch["from"] @ params["maker"]["w"]
+        made = (
+            made / (1 + jnp.square(made).mean(axis=0, keepdims=True))
+            if self.coupled
+            else jnp.tanh(made)
+        )
+        fake = made @ params["critic"]["w"]
+        return {"critic": fake - batch["real"] @ params["critic"]["w"], "maker": -fake}
+
+
+@pytest.mark.slow
+def test_samples_that_see_each_other_are_found_in_each_loss(tmp_path):
+    rows = rows_of(4)
+    for coupled in (True, False):
+        task = ZeroSum(config(tmp_path, batch=LIMITS))
+        task.coupled = coupled
+        engine = engine_of(task)
+        state = engine.init(jax.random.key(0))
+        assert engine.loss_checks.couples_samples(state, rows) == coupled
+
+
+def test_no_earlier_noise_is_believed_where_each_part_has_its_own(tmp_path):
+    assert engine_of(Pair(config(tmp_path, batch=LIMITS))).problem.has_own_rates
+    assert not engine_of(Weighted(config(tmp_path, batch=LIMITS))).problem.has_own_rates
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("count", [1, 2])
@@ -411,6 +490,12 @@ def test_goodput_changes_the_batch_if_both_parts_have_noise(tmp_path):
 # -- what is refused ---------------------------------------------------------------------------------
 
 
+class Grows(Pair):
+    def loss(self, params, batch, key):
+        losses = losses_of(params, batch)
+        return {"critic": losses["critic"].sum(), "maker": losses["maker"].mean()}
+
+
 def refused(workdir, kind=Pair, given=None, **settings):
     """The sentence with which a run is refused before its first step."""
     seen = Recorder()
@@ -472,6 +557,7 @@ class Summed(Pair):
         (Listed, None, "init() made a list"),
         (Labelled, None, "labels() does not work"),
         (Summed, None, "loss 'critic': loss returned shape (2, 2)"),
+        (Grows, None, "grows with the batch"),
         (Pair, {"critic": optax.sgd(1), "other": optax.sgd(1)}, "optimizer() has 'other'"),
         (Pair, {"critic": optax.sgd(1)}, "at least two optimizers"),
         (Pair, {"critic": optax.sgd(1), "maker": 3}, "optimizer()['maker'] must be an optax"),
@@ -545,7 +631,21 @@ def test_weights_that_cannot_be_meant_are_refused():
     losses = {"a": jnp.ones(2), "b": jnp.ones(2)}
     with pytest.raises(ValueError, match="a weight for 'c'"):
         Loss.weighted(losses, {"c": 1.0})
+    with pytest.raises(ValueError, match="got no losses"):
+        Loss.weighted({})
     with pytest.raises(TypeError, match="'b' is of shape"):
         Loss.weighted({**losses, "b": jnp.ones(())})
     with pytest.raises(TypeError, match="'b' is Loss"):
         Loss.weighted({**losses, "b": Loss.of(jnp.ones(2))})
+
+
+def test_a_weighted_loss_may_have_any_name():
+    found = Loss.weighted({"weight": jnp.full(2, 3.0), "sum": jnp.ones(2)}, {"sum": 2.0})
+    np.testing.assert_array_equal(found.sum, [5.0, 5.0])
+    np.testing.assert_array_equal(found.weight, [1.0, 1.0])
+    assert set(found.aux) == {"weight", "sum"}
+
+
+def test_no_single_rate_is_looked_for_where_each_part_has_its_own(tmp_path):
+    with pytest.raises(ValueError, match="several by name"):
+        find_learning_rate(Pair(config(tmp_path, batch=LIMITS), **ONE))

@@ -49,7 +49,7 @@ class NamedProblem(Problem):
         return tuple(f"{name}/{number}" for name in self.turns.names for number in OWN_NUMBERS)
 
     def report(self, opt_state: PyTree, losses: Array) -> dict[str, Array]:
-        """Return the loss, the noise scale (pooled; 0 while unknown) and the gain of each part."""
+        """Return the loss (0 without any weight), the pooled noise scale (0 while unknown), and the gain."""
         found: dict[str, Array] = {}
         for index, name in enumerate(self.turns.names):
             own = self._state(opt_state, name).own.tree
@@ -74,6 +74,15 @@ class NamedProblem(Problem):
     def turn(self, step: Any) -> dict[str, Array]:
         """Return the index of the part that moves after `step` others; nothing if all parts always move."""
         return {"turn": self.turns.at(step)} if self.turns.cycle else {}
+
+    @property
+    def num_losses(self) -> int:
+        """How many losses there are."""
+        return len(self.turns.names)
+
+    def each_loss(self, out: Any) -> list[Any]:
+        """Return the losses in the order of the names. Their sum may cancel, as in a game."""
+        return [out.parts[name] for name in self.turns.names]
 
     def dependences(self, params: PyTree, out: Any) -> list[tuple[PyTree, Any, str]]:
         """Return for each loss the parameters that it trains, its value, and the error if it reads none."""
@@ -120,6 +129,12 @@ class NamedProblem(Problem):
     def of_leaves(self, number: Array, tree: PyTree) -> list[Array]:
         """Return the number of each leaf's part, from numbers `[names]`."""
         return [x for x, n in zip(number, self._counts(tree), strict=True) for _ in range(n)]
+
+    def least_sizes(self, grads: PyTree) -> list[int]:
+        """Return the size of the smallest leaf that each optimizer moves. Frozen parts have none."""
+        moving = self.moving(grads)
+        sizes = [[g.size for g in jax.tree.leaves(moving[name])] for name in self.turns.names]
+        return [min(found) for found in sizes if found]
 
     def of_norms(self, number: Array, grads: PyTree) -> Array:
         """Return numbers `[names]` as one for each moving leaf, `[leaves]`."""

@@ -22,6 +22,7 @@ from jaxgoodput.observe.events import StepEnd
 from jaxgoodput.observe.hooks import Hook
 from jaxgoodput.train.ask.aside import repeatable, require_alone, set_aside, short_run
 from jaxgoodput.train.control import Diverged
+from jaxgoodput.train.start.named import turns_of
 from jaxgoodput.train.trainer import Trainer
 
 NUM_STEPS, LOWEST, HIGHEST = 200, 1e-4, 1e3
@@ -141,9 +142,10 @@ def find_learning_rate(
     grows beyond its start. It trains with the base batch in a temporary folder: the trainer's own workdir is
     not touched, hooks are not called, and nothing is evaluated. The answer in words is `answer()`.
 
-    Raises what `Trainer.fit` raises; ValueError for fewer than 40 steps, an empty range, or a schedule-free
-    optimizer, which moves parameters of its own; RuntimeError in a job of several processes, with tables or
-    live data, or if the data end before, or the loss is not finite from the beginning.
+    Raises what `Trainer.fit` raises; ValueError for fewer than 40 steps, an empty range, optimizers by name,
+    or a schedule-free optimizer, which moves parameters of its own; RuntimeError in a job of several
+    processes, with tables or live data, or if the data end before, or the loss is not finite from the
+    beginning.
     """
     if num_steps < FEWEST_STEPS or not 0 < lowest < highest < math.inf:
         raise ValueError(
@@ -154,6 +156,11 @@ def find_learning_rate(
     own, ratio = trainer.config, (highest / lowest) ** (1 / (num_steps - 1))
     with set_aside(trainer), tempfile.TemporaryDirectory(prefix="jaxgoodput-rate-") as folder:
         source, tx = repeatable(trainer.dataset(), "find_learning_rate"), trainer.optimizer()
+        if turns_of(tx) is not None:
+            raise ValueError(
+                "find_learning_rate looks for the rate of one optimizer, and optimizer() returned several by "
+                "name: how far one may go depends on the rates of the others. Try them in short runs."
+            )
         trainer.dataset = lambda: source
         trainer.optimizer = lambda: _growing(tx, lowest, ratio)
         trainer.config = short_run(

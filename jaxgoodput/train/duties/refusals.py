@@ -60,7 +60,7 @@ def _fault(result: StepResult) -> str:
     """Return what was wrong with a refused step, as far as its numbers tell."""
     found = result.metrics
     if found.weight == 0:
-        return "its samples have no weight"
+        return "its samples have no weight, or those of a named loss"
     if found.weight < 0:
         return "a sample's weight is negative"
     if not math.isfinite(found.loss):
@@ -96,9 +96,9 @@ def _require_finite(result: StepResult) -> None:
 def _refusal(weight: float) -> tuple[str, str]:
     """Return why an update of this weight was refused, and what to do."""
     if weight == 0:
-        return "had samples of weight 0 only", (
-            "There is nothing to learn from them. Check what `Loss.weight` is computed from, such as a mask "
-            "of tokens that leaves none."
+        return "had samples of weight 0 only, or a named loss had", (
+            "There is nothing to learn from such a loss. Check what `Loss.weight` is computed from, such as "
+            "a mask of tokens that leaves none."
         )
     if weight < 0:
         return "had samples of negative weight", (

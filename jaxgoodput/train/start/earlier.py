@@ -62,10 +62,10 @@ def begin_as_earlier(
 ) -> tuple[BatchConfig, TrainState]:
     """Return the batch at which an earlier run ended, and a state that trusts that run's first noise.
 
-    It is the base batch if that noise is unknown, or if learning rates go by labels: the noise of labels is
-    not remembered, so that the rates would stay at their base values.
+    It is the base batch if that noise is unknown, or if parts of the parameters have rates of their own:
+    their noise is not remembered, so that the rates would stay at their base values.
     """
-    if earlier.noise is None or engine.problem.has_labels:
+    if earlier.noise is None or engine.problem.has_own_rates:
         return plan.start, state
     batch = plan.resumed(earlier.batch, lambda size: setup.fits(engine, size, ledger))
     if batch == plan.start:

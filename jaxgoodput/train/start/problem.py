@@ -139,7 +139,7 @@ def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None 
         "trainable": None if mask is None else task.trainable,
         "from_norm_layers": config.statistics.from_norm_layers,
         "measures_often": (config.statistics.every_steps or OFTEN + 1) <= OFTEN,
-        "has_labels": labels is not None,
+        "has_own_rates": labels is not None or turns is not None,
         "compute_dtype": None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),
         "ema": config.ema,
         "swaps_products": config.execution.swap_cpu_products,
