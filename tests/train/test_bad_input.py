@@ -587,7 +587,10 @@ class Weighted(Mean):
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (0.0, "2 updates in a row had samples of weight 0 only, the last at step 2.*`Loss.weight`"),
+        (
+            0.0,
+            "2 updates in a row had a loss whose samples have weight 0 only, the last at step 2.*`Loss.weight`",
+        ),
         (
             -1.0,
             "2 updates in a row had samples of negative weight, the last at step 2.*is 0 or more",

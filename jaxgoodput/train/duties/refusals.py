@@ -60,7 +60,7 @@ def _fault(result: StepResult) -> str:
     """Return what was wrong with a refused step, as far as its numbers tell."""
     found = result.metrics
     if found.weight == 0:
-        return "its samples have no weight, or those of a named loss"
+        return "the samples of a loss have no weight"
     if found.weight < 0:
         return "a sample's weight is negative"
     if not math.isfinite(found.loss):
@@ -96,7 +96,7 @@ def _require_finite(result: StepResult) -> None:
 def _refusal(weight: float) -> tuple[str, str]:
     """Return why an update of this weight was refused, and what to do."""
     if weight == 0:
-        return "had samples of weight 0 only, or a named loss had", (
+        return "had a loss whose samples have weight 0 only", (
             "There is nothing to learn from such a loss. Check what `Loss.weight` is computed from, such as "
             "a mask of tokens that leaves none."
         )

@@ -93,6 +93,7 @@ def require_own_optimizer(out: Any) -> None:
     if isinstance(out, Mapping):
         raise TypeError(
             f"loss() returned losses named {', '.join(map(repr, out))}, and optimizer() a single optimizer. "
-            "For one update by their weighted sum, return jg.Loss.weighted(losses, weights). For an "
-            "optimizer for each, return a dict of optimizers by the same names from optimizer()."
+            "For numbers beside one loss, return jg.Loss.of(losses, name=value). For one update by the "
+            "weighted sum of several, return jg.Loss.weighted(losses, weights). For an optimizer for each, "
+            "return a dict of optimizers by the same names from optimizer()."
         )
