@@ -589,7 +589,7 @@ class Weighted(Mean):
     [
         (
             0.0,
-            "2 updates in a row had a loss whose samples have weight 0 only, the last at step 2.*`Loss.weight`",
+            "2 updates in a row had a loss whose samples have weight 0 only, the last at step 2.*Loss.weight",
         ),
         (
             -1.0,
