@@ -39,6 +39,7 @@ def test_one_step_is_the_same_under_every_layout(strategy, alone):
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES[:4], ids=named)
 def test_what_a_step_reports_is_the_same_under_every_layout(strategy, alone):
     rows, _, expected = alone

@@ -102,6 +102,7 @@ PARTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "rows", "real", "stride"), PARTS, ids=str)
 @pytest.mark.parametrize("is_mutable", [False, True])
 def test_a_sample_is_that_of_a_part_of_the_rows_and_the_others(

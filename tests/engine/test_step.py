@@ -64,6 +64,7 @@ def test_the_norm_is_exact_for_leaves_of_every_size(key, rng, shapes, strategy):
     assert read(engine, metrics).grad_norm == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoilt", [None, 0, 31, 32, 69])
 def test_each_of_many_small_leaves_counts(key, rng, spoilt):
     """They are summed up in groups; the optimizer spoils one of them."""

@@ -233,6 +233,7 @@ def test_a_sum_over_the_batch_is_refused(tmp_path, trainer, count):
     assert not seen.of(StepEnd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", [NoisyMean, NoLossYet, AmongOthers, ScalarSums, ScalarMean])
 def test_what_is_no_sum_for_sure_is_not_refused(tmp_path, trainer):
     trainer(config(tmp_path, base_steps=2.0), devices=jax.devices()[:1]).fit()
