@@ -228,7 +228,7 @@ def train_by_hand(
     rows = rows_of(len(next(iter(data.values()))), batch, seed)
     clock = Clock()
     referee = Referee(every, target, clock)
-    tx = task.optimizer()
+    tx: Any = task.optimizer()
     params = task.init(jax.random.split(jax.random.key(seed))[0])  # the same values as in `fit`
     opt_state = tx.init(params)
     held_out = jax.device_put(held_out)

@@ -13,6 +13,7 @@ import json
 import re
 import subprocess
 import sys
+from typing import Any
 
 from absl import app, flags
 
@@ -87,7 +88,8 @@ def count(name: str, num_devices: int, per_device: int) -> dict[str, dict[str, i
     engines = Engines(problem_of(trainer, trainer.config), abstract_sample(source))
     engine = engines.on(Strategy(data=num_devices).on(jax.devices()[:num_devices]))
     programs, shape = engine.programs, engine.shape(per_device)
-    tx, layout = trainer.optimizer(), engine.layout
+    tx: Any = trainer.optimizer()
+    layout = engine.layout
 
     def hand_step(params, opt_state, batch):
         loss, grads = jax.value_and_grad(trainer.mean_loss)(params, batch)

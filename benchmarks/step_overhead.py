@@ -105,7 +105,7 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
     rng = np.random.default_rng(0)
     batches = [source.batch(rng.integers(0, len(source), base)) for _ in range(8)]
     mask = jax.device_put(np.ones(base, np.float32), engine.layout.batch_sharding)
-    tx = trainer.optimizer()
+    tx: Any = trainer.optimizer()
 
     # The loop a careful user would write: one jitted step, donated, batches put ahead of use.
     def hand_step(params, opt_state, batch):

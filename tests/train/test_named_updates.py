@@ -254,7 +254,7 @@ def test_a_gradient_that_explodes_is_reported_in_its_own_turn_alone(tmp_path):
     """A part that keeps its state keeps what it knows of its last gradient, too."""
     tx = engine_of(Pair(config(tmp_path, batch=LIMITS), given=InTurns(optimizers()))).problem.tx
     params = Pair.init(None, None)  # pyright: ignore[reportArgumentType]
-    state = tx.init(params)
+    state: Any = tx.init(params)
     own = state.inner["maker"].own
     growth = dataclasses.replace(own.tree.growth, explodes=jnp.asarray(True))
     own = own.replaced(own.tree, dataclasses.replace(own.tree, growth=growth))
