@@ -21,7 +21,7 @@ FLOORS = (
         "text",
         "clock",
     },
-    {"goodput", "_jax", "_commands"},  # private JAX calls; waits on the clock
+    {"goodput", "workdir", "_jax", "_commands"},  # private JAX calls; waits on the clock
     {"optim", "data", "parallel", "embedding", "specs"},
     {"engine", "tune", "cluster.client"},  # tune knows numbers only; engine knows arrays only
     {"observe", "models", "cluster.scheduler"},

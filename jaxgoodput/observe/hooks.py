@@ -147,7 +147,7 @@ class Profile(Hook):
         self._is_over = False
         if self._start is not None and event.step > self._start:
             self._start = None
-        self._folder = pathlib.Path(event.settings["workdir"]) / "tensorboard"
+        self._folder = workdir_of(event.settings["workdir"]).folder / "tensorboard"
 
     def on_step_end(self, event: StepEnd, /) -> None:
         """Begin a capture that is due, or end one that has enough steps."""

@@ -30,6 +30,7 @@ from jaxgoodput.observe.badput import SavedLedger, TimeLedger
 from jaxgoodput.observe.events import EvalEnd, Event, FitStart, TuneEnd, Window
 
 FILE_NAME = "goodput.jsonl"
+FILES = r"goodput(\.\d+)?\.jsonl"  # its segments
 SEGMENT_BYTES = 32 * 2**20
 NUM_WHOLE = 4
 MOST_MERGED = 100  # windows that are merged into one

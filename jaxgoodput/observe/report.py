@@ -8,7 +8,6 @@ import io
 import itertools
 import math
 import os
-import pathlib
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from jaxgoodput.observe.events import (
 from jaxgoodput.observe.journal import Record, of_kind
 from jaxgoodput.observe.race import COLUMNS, NOTE, balance, cells
 from jaxgoodput.text import compact, count, seconds
+from jaxgoodput.workdir.places import workdir_of
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _ASCII = str.maketrans(_SPARKS + "▏▎▍▌▋▊▉─", "_.:-=+*#" + "|||####-")
@@ -62,7 +62,7 @@ _COSTS = {
 class _Story:
     """What a journal says about a run."""
 
-    folder: pathlib.Path
+    workdir: str
     records: Sequence[Record]
     """All records, also the ones that a restart has undone."""
     torn: Sequence[str]
@@ -153,7 +153,7 @@ def numbers(workdir: str | os.PathLike[str]) -> dict[str, Any]:
         evals |= one.metrics
     losses = [w.metrics["loss"] for w in windows if "loss" in w.metrics]
     found = {
-        "workdir": str(story.folder),
+        "workdir": story.workdir,
         "device_kind": start.device_kind,
         "num_devices": start.num_devices,
         "num_processes": start.num_processes,
@@ -243,17 +243,17 @@ def compare(workdirs: Sequence[str | os.PathLike[str]], *, ascii: bool = False) 
 
 def _story(workdir: str | os.PathLike[str]) -> _Story:
     torn: list[str] = []
-    records = journal.read_workdir(
-        workdir, keep_undone=True, on_torn=lambda where, _: torn.append(where)
-    )
-    folder = pathlib.Path(workdir)
+    with workdir_of(workdir).viewed(journal.FILES) as view:
+        records = journal.read_workdir(
+            view.folder, keep_undone=True, on_torn=lambda where, _: torn.append(where)
+        )
     if not of_kind(records, FitStart):
         raise ValueError(
-            f"{folder / journal.FILE_NAME} holds {len(records)} record(s) but no start of a run, and "
+            f"{os.path.join(workdir, journal.FILE_NAME)} holds {len(records)} record(s) but no start of a run, and "
             f"{len(torn)} line(s) that cannot be read. Was it cut or edited? The run itself can still be "
             "continued from its checkpoints."
         )
-    return _Story(folder=folder, records=records, torn=torn)
+    return _Story(workdir=str(workdir), records=records, torn=torn)
 
 
 def _printable(text: str, ascii: bool) -> str:
@@ -346,7 +346,7 @@ def _header(story: _Story) -> str:
     length = f" of {compact(settings.base_steps)}" if settings.base_steps else ""
     samples = "" if story.samples is None else f", {compact(story.samples)} samples"
     rows = {
-        "workdir": str(story.folder),
+        "workdir": story.workdir,
         "devices": f"{start.num_devices} x {start.device_kind}, "
         f"{count(start.num_processes, 'process')}",
         "policy": f"{settings.policy}, learning-rate rule {settings.rule or 'chosen by the optimizer'}",

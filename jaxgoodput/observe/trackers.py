@@ -22,6 +22,7 @@ from jaxgoodput.observe import journal
 from jaxgoodput.observe.dashboard.scalars import flat, scalars_of, time_scalars
 from jaxgoodput.observe.events import EvalEnd, Event, FitEnd, FitStart
 from jaxgoodput.observe.hooks import Hook
+from jaxgoodput.workdir.places import workdir_of
 
 IDENTITIES = "trackers.json"  # in the workdir: the ids of the tracker runs of this run
 
@@ -62,7 +63,7 @@ class Tracker(Hook):
             name: value if isinstance(value, bool | int | float | str | None) else json.dumps(value)
             for name, value in {**flat(event.settings), **known}.items()
         }
-        workdir = pathlib.Path(event.settings["workdir"])
+        workdir = workdir_of(event.settings["workdir"]).folder
         self.start(Run(workdir=workdir, step=event.step, restart=event.restart, settings=settings))
 
     def on_record(self, event: Event) -> None:

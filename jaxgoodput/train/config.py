@@ -1,7 +1,6 @@
 """The settings of a run: frozen dataclasses, their validation, and overrides by name."""
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -32,6 +31,7 @@ from jaxgoodput._fields.typed import (
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.optim.learning_rate import Rule
 from jaxgoodput.parallel.strategy import Strategy
+from jaxgoodput.workdir.places import require_known
 
 _LIMITS = (
     "Write batch=BatchLimits(base=64, max=4096). base is the batch that the learning rate was tuned for; "
@@ -248,7 +248,9 @@ class Config:
     """
 
     workdir: Folder
-    """Folder of checkpoints/, tensorboard/, compilation_cache/, config.json and goodput.jsonl."""
+    """Folder of checkpoints/, tensorboard/, compilation_cache/, config.json and goodput.jsonl.
+
+    It may be a bucket, gs://BUCKET/PATH or s3://BUCKET/PATH, for runs of one process."""
     batch: Annotated[BatchLimits, Remedy(_LIMITS)]
     """Batches that are allowed."""
     base_steps: Annotated[Positive, _UNTIL_STOPPED] | None = None
@@ -344,7 +346,7 @@ class Config:
             )
         if not isinstance(self.policy, str):
             _check_schedule(self.policy, self.batch)
-        _check_local(self.workdir)
+        require_known(self.workdir)
         evaluation = self.evaluation
         if self.saving.best is not None and not (evaluation.every_s or evaluation.every_base_steps):
             raise ValueError(
@@ -359,14 +361,6 @@ class Config:
             )
         if self.compute_dtype is not None:
             _check_compute_dtype(self.compute_dtype)
-
-
-def _check_local(workdir: str) -> None:
-    if re.match(r"[\w+.-]+:[/\\]|~", str(workdir)):
-        raise ValueError(
-            f"Config.workdir must be a folder of a mounted file system; got {workdir!r}. Mount a bucket "
-            "(gcsfuse, s3fs), and expand a home folder with os.path.expanduser."
-        )
 
 
 def _check_schedule(schedule: Mapping[int | float, int], limits: BatchLimits) -> None:

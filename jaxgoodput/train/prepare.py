@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -71,6 +70,7 @@ from jaxgoodput.train.tables.feed import Feed
 from jaxgoodput.train.task import Task
 from jaxgoodput.tune.plan import BatchPlan
 from jaxgoodput.tune.remembered import Memory
+from jaxgoodput.workdir.places import workdir_of
 
 UNREAD_INITIAL = (
     "initial= was not read: it is for a new workdir, and the run resumes from its checkpoint of "
@@ -158,7 +158,7 @@ def prepare(
     Raises what `Trainer.fit` says it raises for settings that cannot work.
     """
     setup = _find_devices(inputs, devices, membership)
-    checkpoints = _open_workdir(setup, stack)
+    checkpoints = _open_workdir(setup, requests, stack)
     data = fingerprint(inputs.dataset, inputs.attempts, shuffle=inputs.config.shuffle)
     opener = stack.enter_context(
         Opener.connected(inputs.tables.plans, inputs.config.workdir, setup.where, inputs.clock)
@@ -243,13 +243,20 @@ def _find_devices(
     return set_up(inputs, where, devices, budget=budget, traces=traces)
 
 
-def _open_workdir(setup: RunSetup, stack: contextlib.ExitStack) -> Checkpoints:
+def _open_workdir(setup: RunSetup, requests: Requests, stack: contextlib.ExitStack) -> Checkpoints:
     """Hold the workdir, and remove what interrupted saves have left there."""
     config, where = setup.config, setup.where
     # A process of an earlier generation may be cut off, and not know yet that its generation is over.
     patience_s = CUT_OFF_S if where.is_elastic else 0.0
-    hold_workdir(config.workdir, where, stack, setup.inputs.clock, patience_s=patience_s)
-    checkpoints = Checkpoints(config.workdir, keep=config.saving, spans=where.spans)
+    kept = hold_workdir(
+        config.workdir,
+        where,
+        stack,
+        setup.inputs.clock,
+        patience_s=patience_s,
+        on_lost=lambda why: requests.interrupt("the loss of the workdir"),
+    )
+    checkpoints = Checkpoints(config.workdir, keep=config.saving, spans=where.spans, kept=kept)
     stack.callback(checkpoints.close)
     checkpoints.remove_leftovers()
     checkpoints.tidy()
@@ -488,20 +495,20 @@ def _observe(
         return 0, ()
     config, clock = setup.config, setup.inputs.clock
     saved = None if beginning.restored is None else beginning.restored.ledger
-    restart = journal.resume(config.workdir, ledger, saved)
-    record = journal.Journal(config.workdir, clock=clock)
+    folder = workdir_of(config.workdir).folder
+    restart = journal.resume(folder, ledger, saved)
+    record = journal.Journal(folder, clock=clock)
     stack.callback(record.close)
     hooks: list[Any] = [record]
     if config.reporting.tensorboard:
-        dashboard = Dashboard(config.workdir, clock=clock, ledger=ledger)
+        dashboard = Dashboard(folder, clock=clock, ledger=ledger)
         stack.callback(dashboard.close)
         hooks.append(dashboard)
     if config.reporting.progress:
         console = Console(clock=clock, total_base_steps=config.base_steps)
         stack.callback(console.close)
         hooks.append(console)
-    path = pathlib.Path(config.workdir) / "config.json"
-    path.write_text(json.dumps(serial.encode(config), indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(serial.encode(config), indent=2) + "\n")
     return restart, (*hooks, *users)
 
 

@@ -27,6 +27,8 @@ from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.train.config import Config, Saving
 from jaxgoodput.train.control import SAVED, UNSAVED, NotSaved, Preempted, Requests
 from jaxgoodput.train.runs.membership import Membership
+from jaxgoodput.workdir.copies import COMPILED
+from jaxgoodput.workdir.places import workdir_of
 
 # <malloc.h>
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
@@ -503,11 +505,7 @@ def prompt_threads(interval_s: float = 0.0005) -> Iterator[None]:
 def cache_folder(config: Config) -> str | None:
     """Return the folder in which compiled programs are kept; None if they are not."""
     wanted = config.execution.compilation_cache
-    return (
-        os.path.join(os.path.abspath(config.workdir), "compilation_cache")
-        if wanted == ""
-        else wanted
-    )
+    return str(workdir_of(config.workdir).folder.absolute() / COMPILED) if wanted == "" else wanted
 
 
 @contextlib.contextmanager

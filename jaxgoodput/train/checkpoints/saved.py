@@ -25,6 +25,9 @@ from jaxgoodput.train.checkpoints.folders import folders_by_step, meta_in, or_na
 from jaxgoodput.train.checkpoints.meta import AVERAGE, CheckpointMeta, require_same_model
 from jaxgoodput.train.checkpoints.retention import Note, best_step
 from jaxgoodput.train.config import Saving
+from jaxgoodput.workdir.places import View, workdir_of
+
+NEEDED = r"config\.json|checkpoints/.*"  # of the files in a workdir
 
 
 @dataclass(frozen=True)
@@ -44,22 +47,23 @@ class SavedCheckpoint:
 
     @classmethod
     def find(
-        cls, workdir: str, step: int | None, *, best: bool, saving: Saving | None = None
+        cls, view: View, step: int | None, *, best: bool, saving: Saving | None = None
     ) -> "SavedCheckpoint":
-        """Find a certified checkpoint of a workdir: the newest, the one of `step`, or the best.
+        """Find a certified checkpoint in a workdir: the newest, the one of `step`, or the best.
 
         The best is chosen by `saving`; if None, by the settings of the run that wrote it.
         Raises FileNotFoundError if there is no such checkpoint, ValueError if it is damaged.
         """
-        root = pathlib.Path(workdir).resolve() / "checkpoints"
+        root = view.folder.resolve() / "checkpoints"
         folders = folders_by_step(root)
         if not folders:
             raise FileNotFoundError(
-                f"{root} holds no checkpoint. Name the workdir of a run that has saved one."
+                f"{view.shown(root)} holds no checkpoint. Name the workdir of a run that has saved one."
             )
         if step is not None and step not in folders:
             raise FileNotFoundError(
-                f"{root} holds no checkpoint of step {step}; it has {[*folders]}. Name one of them."
+                f"{view.shown(root)} holds no checkpoint of step {step}; it has {[*folders]}. Name one of "
+                "them."
             )
         if best and step is not None:
             raise ValueError(
@@ -68,6 +72,7 @@ class SavedCheckpoint:
         if best:
             step = _best_of(root, folders, saving)
         folder = folders[max(folders) if step is None else step]
+        view.bring(folder)
         saved = or_named(folder, lambda: cls.at(folder))
         or_named(folder, lambda: _disk.check(folder))
         return saved
@@ -118,10 +123,11 @@ def restore(
     `Checkpoints.restore`. Raises WrongWorkdirError if it does not belong to the model, and the errors of
     `SavedCheckpoint.find`.
     """
-    saved = SavedCheckpoint.find(workdir, step, best=best, saving=saving if saving.best else None)
-    abstract = abstract_for(saved.meta)
-    require_same_model(saved.folder, saved.meta, abstract)
-    return RestoredCheckpoint(or_named(saved.folder, lambda: saved.state(abstract)), saved.meta)
+    with workdir_of(workdir).viewed(NEEDED) as view:
+        saved = SavedCheckpoint.find(view, step, best=best, saving=saving if saving.best else None)
+        abstract = abstract_for(saved.meta)
+        require_same_model(saved.folder, saved.meta, abstract)
+        return RestoredCheckpoint(or_named(saved.folder, lambda: saved.state(abstract)), saved.meta)
 
 
 def load(
@@ -136,14 +142,15 @@ def load(
 
     Raises FileNotFoundError if there is no such checkpoint, ValueError if it is damaged.
     """
-    saved = SavedCheckpoint.find(workdir, step, best=best)
-    found, wanted = {}, {}
-    for keys, path in saved.variables.items():
-        kind = saved.meta.leaves[path]
-        found[keys] = saved.averaged(path) if averaged else path
-        dtype = jnp.uint32 if kind.is_key else jnp.dtype(kind.dtype)
-        wanted[found[keys]] = jax.ShapeDtypeStruct(kind.shape, dtype)
-    arrays = saved.read(wanted)
+    with workdir_of(workdir).viewed(NEEDED) as view:
+        saved = SavedCheckpoint.find(view, step, best=best)
+        found, wanted = {}, {}
+        for keys, path in saved.variables.items():
+            kind = saved.meta.leaves[path]
+            found[keys] = saved.averaged(path) if averaged else path
+            dtype = jnp.uint32 if kind.is_key else jnp.dtype(kind.dtype)
+            wanted[found[keys]] = jax.ShapeDtypeStruct(kind.shape, dtype)
+        arrays = saved.read(wanted)
     tree = named({keys: arrays[path] for keys, path in found.items()})
     return tree["params"], tree.get("model_state", ())
 
@@ -160,7 +167,7 @@ def _best_of(root: pathlib.Path, folders: Mapping[int, pathlib.Path], saving: Sa
     found = best_step({step: Note.of(meta, saving) for step, meta in metas.items()}, saving)
     if found is None:
         raise FileNotFoundError(
-            f"no checkpoint in {root} has a value of Saving.best, which is {saving.best!r}. Set it to a "
+            f"no checkpoint in the workdir has a value of Saving.best, which is {saving.best!r}. Set it to a "
             "metric of the evaluations during training, or name a step."
         )
     return found
@@ -197,8 +204,15 @@ def initial_leaves(initial: Any, variables: Variables) -> dict[str, Array]:
         initial = FromCheckpoint(os.fspath(initial))
     if not isinstance(initial, FromCheckpoint):
         return on_disk.given_leaves(initial, variables)
+    with workdir_of(initial.workdir).viewed(NEEDED) as view:
+        saved = SavedCheckpoint.find(view, initial.step, best=initial.best)
+        return _read_initial(initial, saved, variables)
+
+
+def _read_initial(
+    initial: FromCheckpoint, saved: SavedCheckpoint, variables: Variables
+) -> dict[str, Array]:
     wanted = leaves_by_name(variables)
-    saved = SavedCheckpoint.find(initial.workdir, initial.step, best=initial.best)
     chosen = _sources(initial, saved, wanted)
     kinds = {name: saved.meta.leaves[path] for name, path in chosen.items()}
     is_said = initial.names is not None

@@ -49,8 +49,10 @@ from jaxgoodput.train.checkpoints.meta import CheckpointMeta, WrongWorkdirError,
 from jaxgoodput.train.checkpoints.retention import Note, best_step, kept, require_best
 from jaxgoodput.train.checkpoints.saved import RestoredCheckpoint, SavedCheckpoint
 from jaxgoodput.train.config import Saving
+from jaxgoodput.workdir.places import FolderKept, Kept, workdir_of
 
 ELSEWHERE = "it failed in another process"
+LOCAL = FolderKept()
 
 
 class Checkpoints:
@@ -58,6 +60,7 @@ class Checkpoints:
 
     `spans` says that states lie on devices of several processes. `keep` is the number of newest checkpoints
     to keep, or the full settings. `folder` is the name of another folder for states that are not certified.
+    `kept` keeps what is written: a checkpoint is saved once that says so.
     """
 
     def __init__(
@@ -67,8 +70,10 @@ class Checkpoints:
         keep: int | Saving,
         spans: bool = False,
         folder: str = "checkpoints",
+        kept: Kept = LOCAL,
     ):
-        self._root = pathlib.Path(workdir).resolve()
+        self.kept = kept
+        self._root = workdir_of(workdir).folder.resolve()
         self._directory = self._root / folder
         self._saving = Saving(keep=keep) if isinstance(keep, int) else keep
         self._spans = spans
@@ -142,7 +147,8 @@ class Checkpoints:
     def newest(self) -> int | None:
         """Return the newest step whose checkpoint is complete and certified; None if there is none."""
         # A folder gets its final name only when it is complete, checksums included.
-        return max((x.step for x in labels_in(self._directory) if x.is_certified), default=None)
+        labels = [x for x in labels_in(self._directory) if x.is_certified]
+        return max((x.step for x in labels if self.kept.is_safe(x.folder)), default=None)
 
     def best(self) -> int | None:
         """Return the step with the best value of `Saving.best`; None if no checkpoint has one."""
@@ -240,6 +246,7 @@ class Checkpoints:
         everywhere.
         """
         folder = self._directory / str(number)
+        self.kept.bring(folder)
 
         def read_meta() -> SavedCheckpoint:
             if _disk.is_sealed(folder):  # otherwise reading the metadata fails
@@ -330,7 +337,10 @@ class Checkpoints:
             _disk.sync_folder(self._directory)
         except Exception as failure:
             return self._failed(failure)
-        return None
+        if not self._writing or self.kept.is_safe(self._directory / str(self._writing)):
+            return None
+        error = self.kept.secure()
+        return None if error is None else f"step {self._writing}: {error}"
 
     def _seal(self) -> None:
         for folder in self._directory.glob(TEMPORARY):  # one is written at a time

@@ -5,7 +5,6 @@ more, the state is written elsewhere, and the run ends as `Diverged`.
 """
 
 import dataclasses
-import pathlib
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ from jaxgoodput.train.control import SAVED, UNSAVED, Diverged, NotSaved, is_of_a
 from jaxgoodput.train.duties.certifying import Certifier
 from jaxgoodput.train.prepare import PreparedRun
 from jaxgoodput.train.runs.membership import RunSnapshot
+from jaxgoodput.workdir.places import workdir_of
 
 LOOKS = 20  # for the checkpoint of another process, half a second apart
 
@@ -115,11 +115,18 @@ class Saver:
         decisions, workdir = self.start.run.decisions, self.config.workdir
         meta = dataclasses.replace(self._snapshot()[1], lost=lost or {ELSEWHERE: 1})
         if self.start.is_chief:  # an earlier run may have left a state of this step
-            shutil.rmtree(pathlib.Path(workdir) / SPOILT / str(meta.step), ignore_errors=True)
+            folder = workdir_of(workdir).folder / SPOILT / str(meta.step)
+            shutil.rmtree(folder, ignore_errors=True)
         self.certifier.agreed(True)  # it is gone before another process looks
         aside, error = None, None
         try:
-            aside = Checkpoints(workdir, keep=1, spans=self.start.where.spans, folder=SPOILT)
+            aside = Checkpoints(
+                workdir,
+                keep=1,
+                spans=self.start.where.spans,
+                folder=SPOILT,
+                kept=self.start.checkpoints.kept,
+            )
         except OSError as failure:
             error = f"{type(failure).__name__}: {failure}"
         if not self.certifier.agreed(error is None) or aside is None:

@@ -2,8 +2,7 @@
 
 import contextlib
 import dataclasses
-import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import logging
@@ -30,6 +29,7 @@ from jaxgoodput.train.start.plans import RunSetup, abstract_as_saved, set_up
 from jaxgoodput.train.start.problem import TaskInputs
 from jaxgoodput.train.tables.commits import Opener, Tables
 from jaxgoodput.tune.plan import BatchPlan
+from jaxgoodput.workdir.places import FolderKept, Kept, workdir_of
 
 # How long a process that was cut off may take to let go of the workdir.
 CUT_OFF_S = 10.0
@@ -42,18 +42,29 @@ def hold_workdir(
     clock: Clock,
     *,
     patience_s: float = 0.0,
-) -> None:
+    on_lost: Callable[[str], None] = logging.error,
+) -> Kept:
     """Hold the workdir until `stack` closes; process 0 does it for all, which call this together.
 
-    `patience_s` is how long to wait for another holder. Raises InUse in all processes if another run holds
-    the workdir, PermissionError if it cannot be written, and PeerGone if this set of processes ends first.
+    Returns what keeps its files. `patience_s` is how long to wait for another holder. `on_lost` is called
+    with a sentence, on another thread, if another run takes the workdir. Raises InUse in all processes if
+    another run holds it, PermissionError if it cannot be written, ValueError if it is not for several
+    processes, and PeerGone if this set of processes ends first.
     """
+    place_of_files = workdir_of(workdir)
+    if not place_of_files.takes_processes and (where.process_count > 1 or where.is_elastic):
+        raise ValueError(
+            f"{workdir} is in a bucket, and this run has several processes, or hosts that come and go. They "
+            "need a folder that all of them see: mount the bucket (gcsfuse, mountpoint-s3) or use a shared "
+            "file system."
+        )
+    kept: Kept = FolderKept()
     refused, deadline_s = None, clock.now() + patience_s
     while True:
         try:
-            check_writable(pathlib.Path(workdir))
+            check_writable(place_of_files.folder)
             if where.process_index == 0:
-                stack.enter_context(_disk.held(pathlib.Path(workdir)))
+                kept = stack.enter_context(place_of_files.held(clock, on_lost))
             refused = None
         except (OSError, _disk.InUse) as error:
             refused = error
@@ -64,6 +75,7 @@ def hold_workdir(
         clock.sleep(0.1)
     if not where.everywhere(refused is None):
         raise refused or _disk.InUse(f"another process cannot use the workdir {workdir}.")
+    return kept
 
 
 class Restorer:
@@ -270,7 +282,7 @@ def save_kept(inputs: TaskInputs, kept: RunSnapshot, *, group_size: int) -> str 
         return f"step {kept.step}: values are no longer finite ({lost})"
     meta = dataclasses.replace(kept.meta, lost={})
     with contextlib.ExitStack() as stack:
-        hold_workdir(config.workdir, where, stack, SystemClock(), patience_s=CUT_OFF_S)
-        checkpoints = Checkpoints(config.workdir, keep=config.saving)
+        kept_by = hold_workdir(config.workdir, where, stack, SystemClock(), patience_s=CUT_OFF_S)
+        checkpoints = Checkpoints(config.workdir, keep=config.saving, kept=kept_by)
         stack.callback(checkpoints.close)
         return checkpoints.save(state, meta) or checkpoints.wait(alone=True)

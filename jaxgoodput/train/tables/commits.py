@@ -10,7 +10,6 @@ have saved, process 0 moves each row to its new owner before any table is opened
 
 import contextlib
 import json
-import pathlib
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from jaxgoodput.embedding.plan import Table
 from jaxgoodput.embedding.store import commits_in, manifests, read_manifest
 from jaxgoodput.embedding.table import TieredTable
 from jaxgoodput.parallel.place import Place
+from jaxgoodput.workdir.places import workdir_of
 
 Tables = Mapping[str, TieredTable]
 Said = Mapping[int, Mapping[str, Any]]
@@ -247,4 +247,4 @@ def _not_there(plan: Table, host: int, which: str) -> ValueError:
 
 
 def _own(workdir: str) -> str:
-    return str(pathlib.Path(workdir).resolve())
+    return workdir_of(workdir).identity

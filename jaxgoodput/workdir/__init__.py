@@ -1,0 +1,1 @@
+"""Where a run keeps its files: a folder, or a bucket of an object store."""

@@ -1,0 +1,205 @@
+"""`KeptBucket`: holds a workdir in a bucket, and copies what the run writes there on a thread of its own."""
+
+import pathlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+
+from absl import logging
+
+from jaxgoodput._disk import InUse
+from jaxgoodput._worker import Worker
+from jaxgoodput.clock import Clock
+from jaxgoodput.workdir.copies import (
+    LARGE,
+    NUM_AT_ONCE,
+    Stamp,
+    Upload,
+    download,
+    warn_of_damage,
+)
+from jaxgoodput.workdir.listing import PIECES
+from jaxgoodput.workdir.objects import ObjectStore, StoreError
+from jaxgoodput.workdir.tenure import RENEW_S, Lost, Tenure
+
+COPY_S = 5.0  # longest time until what was written is copied
+
+
+class KeptBucket:
+    """Takes the workdir of `store`, fetches its files into `folder`, and copies changes back. See `Kept`.
+
+    Large files of checkpoints are fetched when they are wanted. Copying goes on until `close`, which gives
+    the workdir back. If another process takes it, `on_lost` is called with a sentence, once.
+    """
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        store: ObjectStore,
+        clock: Clock,
+        on_lost: Callable[[str], None],
+    ):
+        self._folder = folder.resolve()
+        self._store = store
+        self._on_lost = on_lost
+        self._tenure = Tenure.begin(store, clock)
+        self._news = threading.Condition()
+        self._num_asked = self._num_done = (
+            0  # calls of `secure`, and those that the last copy answers
+        )
+        self._error: str | None = None  # of the last copy
+        self._lost: str | None = None  # why nothing can be copied any more
+        self._copying = threading.Lock()  # nothing is copied in both directions at once
+        self._renewer = Worker("renew", self._renew, on_error=self._broken)
+        try:
+            known = self._fetch(lambda path: not LARGE.fullmatch(path))
+            self._upload = Upload(folder, store, known)
+            self._remove_leftovers()
+        except BaseException:
+            self._give_back()
+            raise
+        self._copier = Worker("copy", self._copy, on_error=self._broken)
+
+    def secure(self) -> str | None:
+        """Return when all that was written before is in the bucket: None, or why it is not."""
+        with self._news:
+            self._num_asked += 1
+            number = self._num_asked
+            self._news.notify_all()
+            self._news.wait_for(lambda: self._num_done >= number or self._lost is not None)
+            return self._lost or self._error
+
+    def is_safe(self, folder: pathlib.Path) -> bool:
+        """Return whether the checkpoint in a folder is in the bucket."""
+        within = f"{folder.relative_to(self._folder).as_posix()}/"
+        return any(path.startswith(within) for path in self._tenure.listing.files)
+
+    def bring(self, folder: pathlib.Path) -> None:
+        """Have all files of a checkpoint in its folder, as far as they are there. Raises StoreError."""
+        within = f"{folder.relative_to(self._folder).as_posix()}/"
+        with self._copying:
+            self._upload.add(
+                self._fetch(lambda path: path.startswith(within) and self._is_away(path))
+            )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last copy has copied everything."""
+        return self._lost is None and self._error is None
+
+    def close(self) -> None:
+        """Copy the rest, and give the workdir back; if that fails, a warning says what is missing."""
+        error = self.secure()
+        if error is not None:
+            logging.warning(
+                "the last files of the run are not in %s (%s). They stay in %s until another run of this "
+                "workdir begins on this machine.",
+                *(self._store.url, error, self._folder),
+            )
+        self._copier.stop()
+        with self._news:
+            self._news.notify_all()
+        self._copier.join()
+        self._give_back()
+
+    def __enter__(self) -> "KeptBucket":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- on the threads ------------------------------------------------------------------------------
+
+    def _copy(self, worker: Worker) -> None:
+        while not worker.is_stopping:
+            with self._news:
+                self._news.wait_for(
+                    lambda: worker.is_stopping or self._num_asked > self._num_done, COPY_S
+                )
+                number = self._num_asked
+            with self._copying:
+                error = self._copied()
+            with self._news:
+                self._num_done, self._error = number, error
+                self._news.notify_all()
+
+    def _copied(self) -> str | None:
+        """Copy what has changed; returns what went wrong. Raises Lost."""
+        try:
+            before = self._tenure.listing
+            files = self._upload(before)
+            if files == before.files:
+                return None
+            replaced = self._tenure.publish(files)
+            self._upload.settle()
+            self._delete(replaced.keys - self._tenure.listing.keys)
+        except OSError as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            if self._error is None:
+                logging.warning(
+                    "files of the run could not be copied to %s: %s. Training goes on, and they are copied "
+                    "when that is possible again.",
+                    *(self._store.url, error),
+                )
+            return error
+        return None
+
+    def _renew(self, worker: Worker) -> None:
+        while not worker.wait_stopping(RENEW_S / 5):
+            try:
+                self._tenure.renew()
+            except (
+                StoreError
+            ) as error:  # what cannot be renewed may still be, before anyone else takes it
+                logging.info("the hold of %s could not be renewed: %s", self._store.url, error)
+
+    def _broken(self, failure: BaseException) -> None:
+        """Stop the run: another process has the workdir, or copying has failed in a way nobody foresaw."""
+        with self._news:
+            is_first = self._lost is None
+            self._lost = str(failure) if isinstance(failure, Lost) else repr(failure)
+            self._news.notify_all()
+        if is_first:
+            logging.error("%s", self._lost)
+            self._on_lost(self._lost)
+
+    # -- parts ---------------------------------------------------------------------------------------
+
+    def _fetch(self, wanted: Callable[[str], bool]) -> dict[str, Stamp]:
+        files = self._tenure.listing.files
+        return download(self._folder, self._store, files, wanted, on_damage=warn_of_damage)
+
+    def _is_away(self, path: str) -> bool:
+        return not (self._folder / path).exists()
+
+    def _remove_leftovers(self) -> None:
+        """Delete pieces of runs that were killed before they could publish or delete them."""
+        named = self._tenure.listing.keys
+        self._delete({key for key in self._store.keys(PIECES) if key not in named})
+
+    def _delete(self, keys: set[str]) -> None:
+        try:
+            with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+                list(pool.map(self._store.delete, sorted(keys)))
+        except StoreError as error:
+            logging.info(
+                "objects that are not used any more stay in %s: %s", self._store.url, error
+            )
+
+    def _give_back(self) -> None:
+        self._renewer.close()
+        if self._lost is not None:
+            return
+        try:
+            self._tenure.end()
+        except (StoreError, InUse) as error:
+            logging.warning(
+                "%s could not be given back (%s): the next run waits until this one's hold has run out.",
+                *(self._store.url, error),
+            )

@@ -1,0 +1,172 @@
+"""`Tenure`: one process's hold of a workdir in a bucket, from taking it until it gives it back or loses it.
+
+A holder renews its hold every `RENEW_S` seconds by writing the listing anew. Whoever finds a listing that has
+not changed for `LEASE_S` seconds, by its own clock, may take the workdir. No two clocks are ever compared. The
+holder before, if it still runs, cannot change anything from then on: see `Listing`.
+"""
+
+import os
+import pathlib
+import socket
+import threading
+import uuid
+from collections.abc import Callable
+
+from absl import logging
+
+from jaxgoodput._disk import InUse
+from jaxgoodput.clock import Clock
+from jaxgoodput.workdir.listing import KEY, Files, Found, Holder, Listing, packed, read
+from jaxgoodput.workdir.objects import Changed, ObjectStore
+
+RENEW_S = 5.0
+LEASE_S = 30.0
+LOOK_S = 0.5
+
+PROC = pathlib.Path("/proc")
+
+
+class Lost(InUse):
+    """Another process has taken the workdir."""
+
+
+class Tenure:
+    """Holds the workdir of `store`, and replaces its listing. All methods are thread-safe."""
+
+    def __init__(self, store: ObjectStore, held: Found, clock: Clock):
+        assert held.listing.holder is not None
+        self.listing = held.listing  # as last written
+        self._generation = held.generation
+        self._holder = held.listing.holder
+        self._store = store
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._written_s = clock.now()
+
+    @classmethod
+    def begin(cls, store: ObjectStore, clock: Clock) -> "Tenure":
+        """Take the workdir of a store.
+
+        If another process holds it and may have died, this waits until that has not renewed its hold for
+        `LEASE_S`. Raises InUse, which names the holder, as soon as it is known to live.
+        """
+        own = this_process()
+        found, since_s = read(store), clock.now()
+        is_watching = False
+        while True:
+            holder = found.listing.holder
+            is_over = holder is None or has_ended(holder) or clock.now() - since_s >= LEASE_S
+            if is_over:
+                wanted = found.listing.held_by(own)
+                try:
+                    generation = store.replace(KEY, packed(wanted), found.generation)
+                    return cls(store, Found(wanted, generation), clock)
+                except Changed:
+                    there = read(store)
+                    if (
+                        there.listing.holder == own
+                    ):  # the first attempt of a request that was repeated
+                        return cls(store, there, clock)
+            else:
+                assert holder is not None
+                if runs_here(holder):
+                    raise _in_use(store, holder)
+                if not is_watching:
+                    is_watching = True
+                    logging.warning(
+                        "%s is held by %s, which may have died. If it does not renew its hold within %.0f s, "
+                        "this run takes the workdir.",
+                        *(store.url, holder.name, LEASE_S),
+                    )
+                clock.sleep(LOOK_S)
+                there = read(store)
+            if there.generation != found.generation:
+                if there.listing.holder is not None and not has_ended(there.listing.holder):
+                    raise _in_use(store, there.listing.holder)
+                found, since_s = there, clock.now()
+
+    def renew(self) -> None:
+        """Write the listing anew unless it was written within the last `RENEW_S`. Raises Lost."""
+        with self._lock:
+            if self._clock.now() - self._written_s >= RENEW_S:
+                self._write(lambda last: last.next(last.files))
+
+    def publish(self, files: Files) -> Listing:
+        """Make these the files of the workdir, all at once; returns the listing before. Raises Lost."""
+        with self._lock:
+            before = self.listing
+            self._write(lambda last: last.next(files))
+            return before
+
+    def end(self) -> None:
+        """Give the workdir back. Raises Lost."""
+        with self._lock:
+            self._write(lambda last: last.held_by(None))
+
+    def _write(self, change: Callable[[Listing], Listing]) -> None:
+        while True:
+            wanted = change(self.listing)
+            try:
+                self._generation = self._store.replace(KEY, packed(wanted), self._generation)
+            except Changed:
+                there = read(self._store)
+                if there.listing.holder != self._holder:
+                    other = there.listing.holder
+                    raise Lost(
+                        f"{self._store.url} was taken by {'another run' if other is None else other.name}, "
+                        f"because this process had not renewed its hold for {LEASE_S:.0f} s. Nothing that it "
+                        "does from now on is kept: end it, and leave the workdir to the other."
+                    ) from None
+                # An earlier attempt of ours has arrived, though its answer was lost.
+                self.listing, self._generation = there
+                continue
+            self.listing, self._written_s = wanted, self._clock.now()
+            return
+
+
+def this_process() -> Holder:
+    """Return this process as a holder, different with every call."""
+    pid = os.getpid()
+    return Holder(
+        name=f"process {pid} on {socket.gethostname()}",
+        token=uuid.uuid4().hex,
+        machine=_machine(),
+        pid=pid,
+        started=_started(pid) or "",
+    )
+
+
+def has_ended(holder: Holder) -> bool:
+    """Return whether a holder is a process of this machine that has ended; False if that is not known."""
+    is_here = holder.machine != "" and holder.machine == _machine()
+    return is_here and _started(holder.pid) != holder.started
+
+
+def runs_here(holder: Holder) -> bool:
+    """Return whether a holder is a process that runs on this machine."""
+    return holder.machine != "" and holder.machine == _machine() and not has_ended(holder)
+
+
+def _machine() -> str:
+    try:
+        boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink(PROC / 'self/ns/pid')}"
+    except OSError:  # not Linux
+        return ""
+
+
+def _started(pid: int) -> str | None:
+    """Return when a process began, in ticks since the machine did; None if it has ended."""
+    try:
+        # The name of the program, in brackets, may hold anything. The state follows, and 19 on, the time.
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _in_use(store: ObjectStore, holder: Holder) -> InUse:
+    return InUse(
+        f"{store.url} is in use by {holder.name}. Two runs there would delete each other's files: end that "
+        "run first, or use another workdir."
+    )
