@@ -7,6 +7,7 @@ from jaxgoodput.launcher.supervise import UsageError
 from jaxgoodput.observe.forecast import ExpectedRun, Forecast, forecast, shapes_up_to
 from jaxgoodput.specs import Shape
 from jaxgoodput.text import compact, seconds
+from jaxgoodput.workdir.places import is_bucket
 
 MOST_DEVICES = 65536
 
@@ -19,8 +20,15 @@ _MEANINGS = {
 
 
 def is_workdir(path: str) -> bool:
-    """Return whether a path is a folder and not a script (a folder with a `__main__.py` is a script)."""
-    return os.path.isdir(path) and not os.path.exists(os.path.join(path, "__main__.py"))
+    """Return whether a path is a folder and not a script (a folder with a `__main__.py` is a script).
+
+    A bucket is no script either.
+    """
+    return (
+        is_bucket(path)
+        or os.path.isdir(path)
+        and not os.path.exists(os.path.join(path, "__main__.py"))
+    )
 
 
 def plan_run(workdir: str, num_devices: int, num_nodes: int) -> str:

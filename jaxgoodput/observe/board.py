@@ -1,5 +1,6 @@
 """`jaxgoodput board WORKDIR ...`: start TensorBoard on runs, with the settings that their curves need."""
 
+import contextlib
 import os
 import pathlib
 import socket
@@ -8,23 +9,33 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from functools import partial
 
+from absl import logging
+
+from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.observe.dashboard.tags import pinned_link
 from jaxgoodput.observe.dashboard.tensorboard import DIRECTORY
 from jaxgoodput.observe.report import run_names
+from jaxgoodput.workdir.places import View, workdir_of
 
 FIRST_PORT, NUM_PORTS = 6006, 100
 LOOK_S, LIMIT_S = 0.2, 60.0
+REFRESH_S = 10.0
+CURVES = rf"{DIRECTORY}/.*"
 
 
-def named(workdirs: Sequence[str]) -> dict[str, pathlib.Path]:
+def named(
+    workdirs: Sequence[str], copies: Sequence[pathlib.Path] | None = None
+) -> dict[str, pathlib.Path]:
     """Return the folder with the curves of each run, by a name that no other run has.
 
-    Raises FileNotFoundError if a workdir has no curves.
+    `copies` are the folders that the workdirs' files lie in, if they are not the workdirs themselves. Raises
+    FileNotFoundError if a workdir has no curves.
     """
     # Keep symbolic links: users need them for paths with a comma or a colon.
-    folders = [pathlib.Path(os.path.abspath(workdir)) for workdir in workdirs]
+    folders = [pathlib.Path(os.path.abspath(folder)) for folder in copies or workdirs]
     for given, folder in zip(workdirs, folders, strict=True):
         if not (folder / DIRECTORY).is_dir():
             raise FileNotFoundError(
@@ -58,7 +69,10 @@ def show(
     port: int | None = None,
     clock: Clock | None = None,
 ) -> int:
-    """Serve until Ctrl-C, and return the exit code. `look` opens a URL and returns whether it could."""
+    """Serve until Ctrl-C, and return the exit code. `look` opens a URL and returns whether it could.
+
+    Curves of a run in a bucket are copied to this machine, now and every `REFRESH_S`.
+    """
     clock = clock or SystemClock()
     if port and not _is_free(port):  # another server would answer instead of TensorBoard
         print(
@@ -67,9 +81,28 @@ def show(
         )
         return 1
     port = port or _free_port()
+    with contextlib.ExitStack() as stack:
+        views = [stack.enter_context(workdir_of(x).viewed(CURVES)) for x in workdirs]
+        told = command(named(workdirs, [view.folder for view in views]), port)
+        stack.enter_context(Worker("refresh", partial(_refresh, views)))
+        return _serve(told, port, look, clock)
+
+
+def _refresh(views: Sequence[View], worker: Worker) -> None:
+    """Bring curves up to date until the worker is stopped."""
+    while not worker.wait_stopping(REFRESH_S):
+        for view in views:
+            try:
+                view.refresh()
+            except OSError as error:  # it may work again soon
+                logging.warning("the curves of %s are not up to date: %s", view.name, error)
+
+
+def _serve(told: list[str], port: int, look: Callable[[str], bool], clock: Clock) -> int:
+    """Run TensorBoard by its command until Ctrl-C, and return the exit code."""
     url = f"http://127.0.0.1:{port}"
     child = subprocess.Popen(
-        command(named(workdirs), port),
+        told,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

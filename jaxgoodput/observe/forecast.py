@@ -25,6 +25,7 @@ from jaxgoodput.observe.events import FitStart, Regrouped, TuneEnd, Window
 from jaxgoodput.observe.journal import Record, of_kind
 from jaxgoodput.parallel.strategy import Strategy
 from jaxgoodput.specs import Shape
+from jaxgoodput.workdir.places import workdir_of
 
 Known = Literal["measured", "fitted", "extrapolated", "guessed"]
 
@@ -57,7 +58,7 @@ class ExpectedRun:
 class Forecast:
     """The latest state of a run, and predictions of its goodput on other devices."""
 
-    workdir: pathlib.Path
+    workdir: str
     device_kind: str
     num_devices: int
     num_processes: int
@@ -102,16 +103,17 @@ def forecast(workdir: str | os.PathLike[str], shapes: Sequence[Shape]) -> Foreca
       FileNotFoundError: there is no such folder, or no run has written its journal there.
       ValueError: the journal contains no run, or the run has not measured enough.
     """
-    folder = pathlib.Path(workdir)
-    records = records_of(folder)
+    workdir = os.fspath(workdir)
+    with workdir_of(workdir).viewed(journal.FILES) as view:
+        records = records_of(view.folder)
     starts, windows = of_kind(records, FitStart), of_kind(records, Window)
     if not starts:
         raise ValueError(
-            f"{folder / journal.FILE_NAME} holds no start of a run that can be read, so there is nothing to "
-            "plan from. Was it cut or edited?"
+            f"{os.path.join(workdir, journal.FILE_NAME)} holds no start of a run that can be read, so there "
+            "is nothing to plan from. Was it cut or edited?"
         )
     start = starts[-1]
-    learnt = learnt_of(folder, records, start)
+    learnt = learnt_of(workdir, records, start)
     limits = limits_of(start, windows, learnt)
     last = windows[-1].config if windows else start.config
     present = learnt.get(last.strategy) or next(iter(learnt.values()))
@@ -132,7 +134,7 @@ def forecast(workdir: str | os.PathLike[str], shapes: Sequence[Shape]) -> Foreca
         else:
             left_out[shape] = why
     return Forecast(
-        workdir=folder,
+        workdir=workdir,
         device_kind=start.device_kind,
         num_devices=start.num_devices,
         num_processes=start.num_processes,
@@ -154,7 +156,7 @@ def records_of(folder: pathlib.Path) -> list[Record]:
 
 
 def learnt_of(
-    folder: pathlib.Path, records: Sequence[Record], start: FitStart
+    workdir: str | os.PathLike[str], records: Sequence[Record], start: FitStart
 ) -> dict[str, StrategyRecord]:
     """Return, by name, each strategy whose step times were fitted, with the latest known gradient noise.
 
@@ -165,14 +167,14 @@ def learnt_of(
     fitted = {tune.before.strategy: tune for tune in tunes if tune.fit is not None}
     if not fitted:
         raise ValueError(
-            f"the run in {folder} has not fitted its step times yet ({len(tunes)} verdicts), so nothing "
+            f"the run in {workdir} has not fitted its step times yet ({len(tunes)} verdicts), so nothing "
             f"can be predicted for other devices. Let it train longer: the first fit comes a few seconds "
             f"after the start."
         )
     if not noisy:
         raise ValueError(
-            f"the run in {folder} does not know its gradient noise yet, so it cannot say what a larger batch "
-            "is worth. Let it train longer; a run with policy='fixed' may not measure any noise."
+            f"the run in {workdir} does not know its gradient noise yet, so it cannot say what a larger "
+            "batch is worth. Let it train longer; a run with policy='fixed' may not measure any noise."
         )
     devices = _devices_at(records)
     found = {}

@@ -193,7 +193,8 @@ def numbers(workdir: str | os.PathLike[str]) -> dict[str, Any]:
 
 def run_names(workdirs: Sequence[str | os.PathLike[str]]) -> list[str]:
     """Return a short name for each run: its folder's name, or more of its path if names would be equal."""
-    folders = [os.path.abspath(workdir) for workdir in workdirs]
+    # A bucket's URL, too, is taken as a path: TensorBoard takes no name with a colon.
+    folders = [os.path.abspath(os.fspath(workdir).replace("://", "/")) for workdir in workdirs]
     names = [os.path.basename(folder) for folder in folders]
     if len(set(names)) == len(names):
         return names
@@ -249,9 +250,9 @@ def _story(workdir: str | os.PathLike[str]) -> _Story:
         )
     if not of_kind(records, FitStart):
         raise ValueError(
-            f"{os.path.join(workdir, journal.FILE_NAME)} holds {len(records)} record(s) but no start of a run, and "
-            f"{len(torn)} line(s) that cannot be read. Was it cut or edited? The run itself can still be "
-            "continued from its checkpoints."
+            f"{os.path.join(workdir, journal.FILE_NAME)} holds {len(records)} record(s) but no start of a "
+            f"run, and {len(torn)} line(s) that cannot be read. Was it cut or edited? The run itself can still "
+            "be continued from its checkpoints."
         )
     return _Story(workdir=str(workdir), records=records, torn=torn)
 

@@ -1,4 +1,4 @@
-"""Copies files between a folder and a bucket: what has changed, in one direction; what is wanted, in the other.
+"""Copies files between a folder and a bucket: what has changed to the one, what is wanted to the other.
 
 `Upload` compares the folder with the listing and writes new pieces. `download` writes files into a folder.
 Both know the layout of a workdir only as far as `LEFT_OUT`, `GROWING` and `AS_ONE` say.

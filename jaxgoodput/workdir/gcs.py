@@ -7,7 +7,6 @@ STORAGE_EMULATOR_HOST for an emulator.
 import base64
 import contextlib
 import hashlib
-import itertools
 from collections.abc import Iterator
 
 import requests
@@ -40,8 +39,8 @@ class GcsStore:
             self._client = storage.Client()
         except DefaultCredentialsError as error:
             raise StoreError(
-                f"there are no credentials for {self.url}. Run `gcloud auth application-default login`, or set "
-                "GOOGLE_APPLICATION_CREDENTIALS to the file of a service account."
+                f"there are no credentials for {self.url}. Run `gcloud auth application-default login`, or "
+                "set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account."
             ) from error
         self._bucket = self._client.bucket(bucket)
 
@@ -52,8 +51,7 @@ class GcsStore:
             with self._telling(f"read {key}"):
                 data = blob.download_as_bytes(retry=None, timeout=TIMEOUT_S)
         except NotFound:
-            with self._telling(f"list {key}"):
-                self._first_of(self._prefix)
+            self._listed(key, limit=1)  # raises if there is no bucket
             return None
         return StoredObject(data, str(blob.generation))
 
@@ -67,12 +65,7 @@ class GcsStore:
 
     def keys(self, below: str) -> Iterator[str]:
         """Return the keys that begin with `below`."""
-        with self._telling(f"list {below}"):
-            blobs = self._client.list_blobs(
-                self._bucket, prefix=self._prefix + below, retry=None, timeout=TIMEOUT_S
-            )
-            names = [blob.name for blob in blobs]
-        return (name.removeprefix(self._prefix) for name in names)
+        return iter(self._listed(below))
 
     def delete(self, key: str) -> None:
         """Delete an object, if there is one."""
@@ -102,12 +95,17 @@ class GcsStore:
             )
         return str(blob.generation)
 
-    def _first_of(self, prefix: str) -> None:
+    def _listed(self, below: str, limit: int | None = None) -> list[str]:
         try:
-            pages = self._client.list_blobs(
-                self._bucket, prefix=prefix, max_results=1, retry=None, timeout=TIMEOUT_S
-            )
-            list(itertools.islice(pages, 1))
+            with self._telling(f"list {below}"):
+                blobs = self._client.list_blobs(
+                    self._bucket,
+                    prefix=self._prefix + below,
+                    max_results=limit,
+                    retry=None,
+                    timeout=TIMEOUT_S,
+                )
+                return [blob.name.removeprefix(self._prefix) for blob in blobs]
         except NotFound as error:
             raise self._no_bucket() from error
 

@@ -50,6 +50,7 @@ class KeptBucket:
         )
         self._error: str | None = None  # of the last copy
         self._lost: str | None = None  # why nothing can be copied any more
+        self._has_ended = False  # whether nothing is copied any more
         self._copying = threading.Lock()  # nothing is copied in both directions at once
         self._renewer = Worker("renew", self._renew, on_error=self._broken)
         try:
@@ -67,7 +68,9 @@ class KeptBucket:
             self._num_asked += 1
             number = self._num_asked
             self._news.notify_all()
-            self._news.wait_for(lambda: self._num_done >= number or self._lost is not None)
+            self._news.wait_for(lambda: self._num_done >= number or self._has_ended)
+            if self._lost is None and self._num_done < number:
+                return f"{self._store.url} was given back already"
             return self._lost or self._error
 
     def is_safe(self, folder: pathlib.Path) -> bool:
@@ -99,6 +102,7 @@ class KeptBucket:
             )
         self._copier.stop()
         with self._news:
+            self._has_ended = True
             self._news.notify_all()
         self._copier.join()
         self._give_back()
@@ -164,6 +168,7 @@ class KeptBucket:
         with self._news:
             is_first = self._lost is None
             self._lost = str(failure) if isinstance(failure, Lost) else repr(failure)
+            self._has_ended = True
             self._news.notify_all()
         if is_first:
             logging.error("%s", self._lost)

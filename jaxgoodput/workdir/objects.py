@@ -11,8 +11,9 @@ from typing import Protocol, TypeVar, runtime_checkable
 from jaxgoodput.clock import Clock
 
 T = TypeVar("T")
-REQUEST_S = 60.0  # longest silence within one request
-CONNECT_S = 10.0
+# Longest silence within one request. A hold is renewed in a second attempt before anyone may take it.
+REQUEST_S = 20.0
+CONNECT_S = 5.0
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 5.0
 
 
@@ -73,8 +74,8 @@ class ObjectStore(Protocol):
 class PatientStore:
     """A store that repeats what is unavailable, with growing delays, for `patience_s` seconds at most.
 
-    A request that was repeated may have taken effect the first time. So `replace` may raise Changed because of
-    its own first attempt: the caller must look.
+    A request that was repeated may have taken effect the first time. So `replace` may raise Changed because
+    of its own first attempt: the caller must look.
     """
 
     def __init__(self, store: ObjectStore, clock: Clock, *, patience_s: float):

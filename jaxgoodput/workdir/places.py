@@ -201,13 +201,18 @@ def workdir_of(workdir: str | os.PathLike[str]) -> Folder | Bucket:
     return Folder(text) if found is None else Bucket(found[1], found[2], found[3] or "")
 
 
+def is_bucket(workdir: str) -> bool:
+    """Return whether a text names a bucket, for commands that take other things as well."""
+    return BUCKET.fullmatch(workdir) is not None
+
+
 def require_known(workdir: str) -> None:
     """Raise ValueError if a workdir is neither a folder nor a bucket that runs can use."""
-    if not re.match(r"[\w+.-]+:[/\\]|~", workdir) or BUCKET.fullmatch(workdir):
+    if not re.match(r"[\w+.-]+:[/\\]|~", workdir) or is_bucket(workdir):
         return
     raise ValueError(
-        f"Config.workdir must be a folder of a mounted file system, gs://BUCKET/PATH or s3://BUCKET/PATH; got "
-        f"{workdir!r}. Mount a bucket of another store (rclone, blobfuse), and expand a home folder with "
+        "Config.workdir must be a folder of a mounted file system, gs://BUCKET/PATH or s3://BUCKET/PATH; "
+        f"got {workdir!r}. Mount a bucket of another store (rclone, blobfuse), and expand a home folder with "
         "os.path.expanduser."
     )
 

@@ -133,8 +133,8 @@ class S3Store:
                 raise
             if code == "NoSuchBucket":
                 raise StoreError(
-                    f"there is no bucket {self._bucket!r} at this endpoint of S3. Create it, name another one "
-                    "in the workdir, or set AWS_ENDPOINT_URL to the store that has it."
+                    f"there is no bucket {self._bucket!r} at this endpoint of S3. Create it, name another "
+                    "one in the workdir, or set AWS_ENDPOINT_URL to the store that has it."
                 ) from error
             if status >= 500 or status == 429 or code in LATER:
                 raise Unavailable(f"{self.url} could not {what}: {error}") from error

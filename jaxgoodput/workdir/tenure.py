@@ -1,7 +1,7 @@
 """`Tenure`: one process's hold of a workdir in a bucket, from taking it until it gives it back or loses it.
 
-A holder renews its hold every `RENEW_S` seconds by writing the listing anew. Whoever finds a listing that has
-not changed for `LEASE_S` seconds, by its own clock, may take the workdir. No two clocks are ever compared. The
+A holder renews its hold every `RENEW_S` seconds by writing the listing anew. Whoever finds a listing that
+has not changed for `LEASE_S` seconds, by its own clock, may take the workdir. No two clocks are compared. The
 holder before, if it still runs, cannot change anything from then on: see `Listing`.
 """
 

@@ -1,4 +1,4 @@
-"""`BucketView`: a local copy of some files of a workdir in a bucket, for those who read and do not hold it."""
+"""`BucketView`: a local copy of some files of a workdir in a bucket, for readers that do not hold it."""
 
 import pathlib
 from collections.abc import Callable
@@ -28,6 +28,7 @@ class BucketView:
 
     def refresh(self) -> None:
         """Copy what is new of the wanted files. Raises FileNotFoundError if no run has been there."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         self._copy(self._wanted)
 
     def shown(self, path: pathlib.Path) -> str:
@@ -40,7 +41,7 @@ class BucketView:
             raise FileNotFoundError(
                 f"No run has written to {self.name}. Pass the --workdir that the training was started with."
             )
-        files = found.listing.files
+        files, damaged = found.listing.files, {}
         for _ in range(NUM_TRIES):
             damaged = self._once({path: x for path, x in files.items() if wanted(path)}, wanted)
             # A run that goes on deletes pieces that its new listing does not name.

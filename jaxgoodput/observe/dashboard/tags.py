@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from jaxgoodput.observe.badput import BUCKETS
+from jaxgoodput.workdir.places import workdir_of
 
 
 @dataclass(frozen=True)
@@ -284,5 +285,5 @@ def how_to_look(workdir: str) -> str:
     return (
         f"dashboard: jaxgoodput board {workdir}\n"
         "  or tensorboard --samples_per_plugin text=1000,images=50 "
-        f"--logdir {workdir.rstrip('/')}/tensorboard"
+        f"--logdir {workdir_of(workdir).folder}/tensorboard"
     )
