@@ -94,13 +94,10 @@ def config(*overrides, **settings):
         (lambda: Saving(every_base_steps=0.0), "Saving.every_base_steps must be a number above 0"),
         (lambda: config("saving.best=loss"), "best='loss' needs evaluations.*every_base_steps"),
         (
-            lambda: config(workdir="gs://bucket/run"),
-            "must be a folder of a mounted.*'gs://bucket/r",
+            lambda: config(workdir="az://bucket/run"),
+            "must be a folder of a mounted.*gs://BUCKET/PATH or s3.*'az://bucket/r",
         ),
-        (
-            lambda: config(workdir="s3://bucket/run"),
-            "must be a folder of a mounted.*'s3://bucket/r",
-        ),
+        (lambda: config(workdir="gs://B/run"), "gs://BUCKET/PATH or s3.*'gs://B/run'"),
         (lambda: config(workdir="~/run"), "must be a folder of a mounted.*'~/run'.*expanduser"),
         (lambda: config(workdir="C:\\run"), "must be a folder of a mounted file system"),
         (

@@ -1,7 +1,6 @@
 """Two real clients against emulators: what the room builds on holds for each, and failures are told apart."""
 
 import threading
-import warnings
 
 import buckets
 import pytest
@@ -12,11 +11,9 @@ from jaxgoodput.workdir.objects import Changed, ObjectStore, StoreError, Unavail
 def store_of(emulator: buckets.Emulator, prefix: str, bucket: str = buckets.NAME) -> ObjectStore:
     with buckets.environment(emulator):
         if emulator.kind == "gs":
-            with warnings.catch_warnings():  # Google's client asks for packages that it can do without
-                warnings.simplefilter("ignore")
-                from jaxgoodput.workdir.gcs import GcsStore
+            from jaxgoodput.workdir.gcs import GcsStore
 
-                return GcsStore(bucket, prefix)
+            return GcsStore(bucket, prefix)
         from jaxgoodput.workdir.s3 import S3Store
 
         return S3Store(bucket, prefix)
