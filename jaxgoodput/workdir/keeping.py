@@ -1,4 +1,4 @@
-"""`KeptBucket`: holds a workdir in a bucket, and copies what the run writes there on a thread of its own."""
+"""`KeptBucket`: copies what a run writes into the bucket that its workdir is, on a thread of its own."""
 
 import pathlib
 import threading
@@ -10,7 +10,6 @@ from absl import logging
 
 from jaxgoodput._disk import InUse
 from jaxgoodput._worker import Worker
-from jaxgoodput.clock import Clock
 from jaxgoodput.workdir.copies import (
     LARGE,
     NUM_AT_ONCE,
@@ -27,23 +26,23 @@ COPY_S = 5.0  # longest time until what was written is copied
 
 
 class KeptBucket:
-    """Takes the workdir of `store`, fetches its files into `folder`, and copies changes back. See `Kept`.
+    """Fetches the files of a workdir that is held into `folder`, and copies changes back. See `Kept`.
 
-    Large files of checkpoints are fetched when they are wanted. Copying goes on until `close`, which gives
-    the workdir back. If another process takes it, `on_lost` is called with a sentence, once.
+    Large files of checkpoints are fetched when they are wanted. Copying goes on until `close`, which ends the
+    tenure. If another process takes the workdir, `on_lost` is called with a sentence, once.
     """
 
     def __init__(
         self,
         folder: pathlib.Path,
         store: ObjectStore,
-        clock: Clock,
+        tenure: Tenure,
         on_lost: Callable[[str], None],
     ):
         self._folder = folder.resolve()
         self._store = store
         self._on_lost = on_lost
-        self._tenure = Tenure.begin(store, clock)
+        self._tenure = tenure
         self._news = threading.Condition()
         self._num_asked = self._num_done = (
             0  # calls of `secure`, and those that the last copy answers

@@ -22,6 +22,7 @@ from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.workdir.copies import COMPILED, LARGE
 from jaxgoodput.workdir.keeping import KeptBucket
 from jaxgoodput.workdir.objects import ObjectStore, PatientStore
+from jaxgoodput.workdir.tenure import Tenure
 from jaxgoodput.workdir.viewing import BucketView
 
 BUCKET = re.compile(r"(gs|s3)://([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(?:/+(.*?))?/*")
@@ -153,9 +154,16 @@ class Bucket:
         """
         store = self._store(clock, PATIENCE_S)
         self.folder.mkdir(parents=True, exist_ok=True)
-        with _disk.held(self.folder):
-            self._clear()
-            with KeptBucket(self.folder, store, clock, on_lost) as kept:
+        tenure = Tenure.begin(store, clock)
+        with contextlib.ExitStack() as stack:
+            try:
+                # A run that has lost the workdir, and does not know yet, may still use the folder.
+                stack.enter_context(_disk.held(self.folder))
+                self._clear()
+            except BaseException:
+                tenure.end()
+                raise
+            with KeptBucket(self.folder, store, tenure, on_lost) as kept:
                 yield kept
             if kept.is_complete:
                 self._clear()

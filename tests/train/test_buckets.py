@@ -112,7 +112,7 @@ def test_a_run_in_a_bucket_is_resumed_read_and_left_to_the_next(gcs, tmp_path):
             jg.load(url, step=7777)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_best_checkpoint_is_kept_and_found(gcs):
     url = gcs.url("best")
     with buckets.environment(gcs):
@@ -131,7 +131,7 @@ def test_the_best_checkpoint_is_kept_and_found(gcs):
         same(loaded, jax.device_get(best.params))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_the_store_lost_is_named_and_the_checkpoint_before_is_used(gcs, caplog):
     url = gcs.url("damaged")
     with buckets.environment(gcs):
@@ -150,7 +150,7 @@ def test_what_the_store_lost_is_named_and_the_checkpoint_before_is_used(gcs, cap
         assert f"{newest} cannot be read" in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_whose_workdir_is_taken_stops_and_changes_nothing(gcs):
     url = gcs.url("taken")
     after = []
@@ -172,7 +172,7 @@ def test_a_run_whose_workdir_is_taken_stops_and_changes_nothing(gcs):
         assert read(store).listing == after[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_store_that_is_away_fails_saves_and_not_the_run(gcs, monkeypatch):
     monkeypatch.setattr(places, "PATIENCE_S", 0.3)
     url, faults = gcs.url("away"), buckets.Faults()
@@ -193,7 +193,7 @@ def test_a_store_that_is_away_fails_saves_and_not_the_run(gcs, monkeypatch):
         same(jg.load(url)[0], jax.device_get(state.params))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["gs", "s3"])
 def test_a_run_on_a_store_that_fails_often_applies_every_sample_once(kind):
     draw, faults = random.Random(0), buckets.Faults()

@@ -19,7 +19,7 @@ def store_of(emulator: buckets.Emulator, prefix: str, bucket: str = buckets.NAME
         return S3Store(bucket, prefix)
 
 
-@pytest.fixture(scope="module", params=["gs", "s3"])
+@pytest.fixture(scope="module", params=["gs", pytest.param("s3", marks=pytest.mark.slow)])
 def emulator(request):
     with buckets.emulator(request.param) as found:
         yield found
