@@ -43,7 +43,7 @@ def plan_run(workdir: str, num_devices: int, num_nodes: int) -> str:
         )
     try:
         found = forecast(workdir, shapes_up_to("", num_devices, num_nodes))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ModuleNotFoundError) as error:
         raise UsageError(str(error)) from error
     return "\n".join([*_head(found), "", *_table(found.expected), *_legend(found), *_best(found)])
 

@@ -42,7 +42,8 @@ def _report(options, command: list[str], parser) -> int:
             print(compare(options.workdirs, ascii=ascii))
         else:
             print(report(options.workdirs[0], ascii=ascii))
-    except (OSError, ValueError) as error:  # no such folder, or not the files of a run
+    # There is no such folder, it has not the files of a run, or a bucket's library is not installed.
+    except (OSError, ValueError, ModuleNotFoundError) as error:
         return wrong(error)
     return DONE
 
@@ -62,5 +63,5 @@ def _board(options, command: list[str], parser) -> int:
     look = (lambda _: True) if options.no_browser else webbrowser.open
     try:
         return board.show(options.workdirs, look, port=options.port)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ModuleNotFoundError) as error:
         return wrong(error)

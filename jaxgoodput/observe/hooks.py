@@ -32,6 +32,7 @@ from jaxgoodput.observe.events import (
     TuneEnd,
     Window,
 )
+from jaxgoodput.workdir.places import workdir_of
 
 MOST_BEHIND = 256  # events that hooks may be behind before training waits for them
 

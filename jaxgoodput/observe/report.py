@@ -251,8 +251,8 @@ def _story(workdir: str | os.PathLike[str]) -> _Story:
     if not of_kind(records, FitStart):
         raise ValueError(
             f"{os.path.join(workdir, journal.FILE_NAME)} holds {len(records)} record(s) but no start of a "
-            f"run, and {len(torn)} line(s) that cannot be read. Was it cut or edited? The run itself can still "
-            "be continued from its checkpoints."
+            f"run, and {len(torn)} line(s) that cannot be read. Was it cut or edited? The run itself can "
+            "still be continued from its checkpoints."
         )
     return _Story(workdir=str(workdir), records=records, torn=torn)
 

@@ -7,7 +7,8 @@ STORAGE_EMULATOR_HOST for an emulator.
 import base64
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import requests
 from google.api_core.exceptions import GoogleAPICallError, NotFound, PreconditionFailed
@@ -24,7 +25,8 @@ from jaxgoodput.workdir.objects import (
     Unavailable,
 )
 
-TIMEOUT_S = (CONNECT_S, REQUEST_S)
+# Of every request: it is made once, see `PatientStore`.
+ONCE: Mapping[str, Any] = {"retry": None, "timeout": (CONNECT_S, REQUEST_S)}
 # Codes that ask to try again, beside those of 500 and above.
 LATER = (408, 429)
 
@@ -49,7 +51,7 @@ class GcsStore:
         blob = self._bucket.blob(self._prefix + key)
         try:
             with self._telling(f"read {key}"):
-                data = blob.download_as_bytes(retry=None, timeout=TIMEOUT_S)
+                data = blob.download_as_bytes(**ONCE)
         except NotFound:
             self._listed(key, limit=1)  # raises if there is no bucket
             return None
@@ -70,7 +72,7 @@ class GcsStore:
     def delete(self, key: str) -> None:
         """Delete an object, if there is one."""
         with contextlib.suppress(NotFound), self._telling(f"delete {key}"):
-            self._bucket.blob(self._prefix + key).delete(retry=None, timeout=TIMEOUT_S)
+            self._bucket.blob(self._prefix + key).delete(**ONCE)
 
     def _write(self, key: str, data: bytes, generation: int | None) -> str:
         blob = self._bucket.blob(self._prefix + key)
@@ -81,8 +83,7 @@ class GcsStore:
                     content_type="application/octet-stream",
                     if_generation_match=generation,
                     checksum="crc32c",
-                    retry=None,
-                    timeout=TIMEOUT_S,
+                    **ONCE,
                 )
         except PreconditionFailed as error:
             raise Changed(f"{self.url}/{key}") from error
@@ -102,8 +103,7 @@ class GcsStore:
                     self._bucket,
                     prefix=self._prefix + below,
                     max_results=limit,
-                    retry=None,
-                    timeout=TIMEOUT_S,
+                    **ONCE,
                 )
                 return [blob.name.removeprefix(self._prefix) for blob in blobs]
         except NotFound as error:

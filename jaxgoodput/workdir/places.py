@@ -152,7 +152,7 @@ class Bucket:
         `on_lost` is called with a sentence, on another thread, if another process takes the workdir. Raises
         InUse if another process holds it, StoreError if the bucket cannot be used.
         """
-        store = self._store(clock, PATIENCE_S)
+        store = self.store(clock, PATIENCE_S)
         self.folder.mkdir(parents=True, exist_ok=True)
         tenure = Tenure.begin(store, clock)
         with contextlib.ExitStack() as stack:
@@ -174,7 +174,7 @@ class Bucket:
 
         Raises StoreError if the bucket cannot be used.
         """
-        store = self._store(SystemClock(), READER_PATIENCE_S)
+        store = self.store(SystemClock(), READER_PATIENCE_S)
         expression = re.compile(wanted or ".*")
 
         def is_wanted(path: str) -> bool:
@@ -196,7 +196,8 @@ class Bucket:
             else:
                 old.unlink()
 
-    def _store(self, clock: Clock, patience_s: float) -> ObjectStore:
+    def store(self, clock: Clock, patience_s: float) -> ObjectStore:
+        """Return the objects of the workdir; requests are repeated for `patience_s`."""
         store = _store_class(self._kind)(self._bucket, self._prefix)
         return PatientStore(store, clock, patience_s=patience_s)
 

@@ -143,8 +143,12 @@ def has_ended(holder: Holder) -> bool:
 
 
 def runs_here(holder: Holder) -> bool:
-    """Return whether a holder is a process that runs on this machine."""
-    return holder.machine != "" and holder.machine == _machine() and not has_ended(holder)
+    """Return whether a holder is another process that runs on this machine.
+
+    This process itself is not asked of the kernel: it may hold a workdir that it could not give back.
+    """
+    is_here = holder.machine != "" and holder.machine == _machine()
+    return is_here and holder.pid != os.getpid() and not has_ended(holder)
 
 
 def _machine() -> str:

@@ -30,10 +30,16 @@ from jaxgoodput.train.control import NotSaved
 from jaxgoodput.train.start.restoring import hold_workdir
 from jaxgoodput.workdir import places
 from jaxgoodput.workdir.listing import KEY, packed, read
-from jaxgoodput.workdir.places import workdir_of
+from jaxgoodput.workdir.places import Bucket, workdir_of
 
 WORKER = pathlib.Path(__file__).with_name("bucket_worker.py")
 EPOCHS = 3
+FAULTS = (
+    buckets.Fault(status=503),
+    buckets.Fault(cut_after=0.5),
+    buckets.Fault(lose_answer=True),
+    buckets.Fault(delay_s=0.2),
+)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +72,9 @@ def counted(state) -> set[float]:
 
 
 def store_of(url):
-    return workdir_of(url)._store(SystemClock(), 5.0)
+    bucket = workdir_of(url)
+    assert isinstance(bucket, Bucket)
+    return bucket.store(SystemClock(), 5.0)
 
 
 @pytest.mark.slow
@@ -160,6 +168,7 @@ def test_a_run_whose_workdir_is_taken_stops_and_changes_nothing(gcs):
         def take(event):
             if event.step == 6:
                 found = read(store)
+                assert found.listing.holder is not None
                 other = dataclasses.replace(
                     found.listing.holder, name="process 7 on far", token="7", machine="far"
                 )
@@ -197,16 +206,10 @@ def test_a_store_that_is_away_fails_saves_and_not_the_run(gcs, monkeypatch):
 @pytest.mark.parametrize("kind", ["gs", "s3"])
 def test_a_run_on_a_store_that_fails_often_applies_every_sample_once(kind):
     draw, faults = random.Random(0), buckets.Faults()
-    kinds = [
-        {"status": 503},
-        {"status": 429},
-        {"cut_after": 0.5},
-        {"lose_answer": True},
-        {"delay_s": 0.3},
-    ]
+    kinds = (*FAULTS, buckets.Fault(status=429))
 
     def choose(request):
-        return buckets.Fault(**draw.choice(kinds)) if draw.random() < 0.25 else None
+        return draw.choice(kinds) if draw.random() < 0.25 else None
 
     faults.choose = choose
     with buckets.emulator(kind) as emulator:
@@ -283,6 +286,7 @@ def lived(emulator, url, tmp_path, kill_at=None, delay_s=0.0) -> Life:
     )
     lines, is_due = [], False
     with child:
+        assert child.stdout is not None
         for line in child.stdout:
             lines.append(line)
             if kill_at is not None and line.startswith(kill_at) and not is_due:
@@ -301,10 +305,9 @@ def lived(emulator, url, tmp_path, kill_at=None, delay_s=0.0) -> Life:
 def killed_again_and_again(kind, tmp_path, num_kills, seed):
     """Kill runs in one workdir at drawn moments while the store fails; then let one end."""
     draw, faults = random.Random(seed), buckets.Faults()
-    kinds = [{"status": 503}, {"cut_after": 0.5}, {"lose_answer": True}, {"delay_s": 0.2}]
 
     def choose(request):
-        return buckets.Fault(**draw.choice(kinds)) if draw.random() < 0.1 else None
+        return draw.choice(FAULTS) if draw.random() < 0.1 else None
 
     faults.choose = choose
     with buckets.emulator(kind) as emulator, buckets.faulty(emulator, faults) as through:

@@ -85,13 +85,17 @@ def test_a_bucket_that_is_not_there_is_named(emulator):
         assert not isinstance(refused.value, Unavailable)
 
 
-@pytest.mark.parametrize("fault", [{"status": 503}, {"cut_after": 0.5}, {"lose_answer": True}])
+@pytest.mark.parametrize(
+    "fault",
+    [buckets.Fault(status=503), buckets.Fault(cut_after=0.5), buckets.Fault(lose_answer=True)],
+    ids=["503", "cut", "lost"],
+)
 def test_what_may_pass_is_unavailable(emulator, fault):
     faults = buckets.Faults()
     with buckets.faulty(emulator, faults) as through:
         store = store_of(through, "unavailable")
         store.put("x", b"1" * 1000)
-        faults.choose = lambda request: buckets.Fault(**fault)
+        faults.choose = lambda request: fault
         for ask in (
             lambda: store.get("x"),
             lambda: store.put("x", b"2" * 1000),
@@ -107,8 +111,9 @@ def test_a_lost_answer_may_have_taken_effect_and_a_cut_body_has_not(emulator):
     faults = buckets.Faults()
     with buckets.faulty(emulator, faults) as through:
         store = store_of(through, "effects")
-        for fault, wanted in (({"lose_answer": True}, b"1" * 1000), ({"cut_after": 0.9}, None)):
-            faults.choose = lambda request, fault=fault: buckets.Fault(**fault)
+        lost, cut = buckets.Fault(lose_answer=True), buckets.Fault(cut_after=0.9)
+        for fault, wanted in ((lost, b"1" * 1000), (cut, None)):
+            faults.choose = lambda request, fault=fault: fault
             with pytest.raises(Unavailable):
                 store.replace("it", b"1" * 1000, None)
             faults.choose = lambda request: None

@@ -40,8 +40,16 @@ def renew_elsewhere(store):
 def test_a_workdir_is_held_by_one_and_given_back(store, clock):
     first = Tenure.begin(store, clock)
     first.publish(FILES)
+    sleep = clock.sleep
+
+    def renewing(seconds):
+        sleep(seconds)
+        first.renew()
+
+    clock.sleep = renewing
     with pytest.raises(InUse, match="in use by process .* on ") as refused:
         Tenure.begin(store, clock)
+    assert clock.now() <= RENEW_S + 1
     assert not isinstance(refused.value, Lost)
     first.end()
     second = Tenure.begin(store, clock)
@@ -87,6 +95,12 @@ def test_a_process_of_this_machine_that_was_killed_is_followed_at_once(store, cl
         child.kill()
     Tenure.begin(store, clock)
     assert clock.now() == 0
+
+
+def test_what_this_process_could_not_give_back_is_its_own_again_after_the_lease(store, clock):
+    Tenure.begin(store, clock)
+    Tenure.begin(store, clock).publish(FILES)
+    assert clock.now() >= LEASE_S
 
 
 def test_a_number_of_a_process_that_is_used_again_is_not_the_holder(store, clock):
