@@ -248,7 +248,7 @@ def _open_workdir(setup: RunSetup, requests: Requests, stack: contextlib.ExitSta
     config, where = setup.config, setup.where
     # A process of an earlier generation may be cut off, and not know yet that its generation is over.
     patience_s = CUT_OFF_S if where.is_elastic else 0.0
-    kept = hold_workdir(
+    keeper = hold_workdir(
         config.workdir,
         where,
         stack,
@@ -256,7 +256,7 @@ def _open_workdir(setup: RunSetup, requests: Requests, stack: contextlib.ExitSta
         patience_s=patience_s,
         on_lost=lambda why: requests.interrupt("the loss of the workdir"),
     )
-    checkpoints = Checkpoints(config.workdir, keep=config.saving, spans=where.spans, kept=kept)
+    checkpoints = Checkpoints(config.workdir, keep=config.saving, spans=where.spans, keeper=keeper)
     stack.callback(checkpoints.close)
     checkpoints.remove_leftovers()
     checkpoints.tidy()

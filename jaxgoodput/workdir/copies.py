@@ -19,7 +19,7 @@ from jaxgoodput.workdir.listing import (
     PIECES,
     Files,
     Listing,
-    Piece,
+    StoredPiece,
     content,
     digest,
     stay,
@@ -75,7 +75,9 @@ class Upload:
         self._store = store
         self._known = dict(known)
         self._here = dict(known)
-        self._written: dict[_Part, Piece] = {}  # by attempts that failed later: not written again
+        self._written: dict[
+            _Part, StoredPiece
+        ] = {}  # by attempts that failed later: not written again
         self._round = 0
 
     def __call__(self, listing: Listing) -> Files:
@@ -130,7 +132,7 @@ class Upload:
         }
         return {**away, **files}
 
-    def _kept(self, listing: Listing, path: str, stamp: Stamp) -> tuple[Piece, ...]:
+    def _kept(self, listing: Listing, path: str, stamp: Stamp) -> tuple[StoredPiece, ...]:
         """Return the pieces of a file that stay: all, none, or the first ones if it has grown."""
         before, known = listing.files.get(path), self._known.get(path)
         if before is None or known is None:
@@ -150,7 +152,7 @@ class Upload:
             data = file.read(part.num_bytes)
         if len(data) != part.num_bytes:  # it was replaced since it was looked at
             raise FileNotFoundError(f"{self._folder / part.path} has become shorter")
-        piece = Piece(f"{within}{part.path}@{part.start}", part.num_bytes, digest(data))
+        piece = StoredPiece(f"{within}{part.path}@{part.start}", part.num_bytes, digest(data))
         self._store.put(piece.key, data)
         self._written[part] = piece
 

@@ -1,4 +1,4 @@
-"""`KeptBucket`: copies what a run writes into the bucket that its workdir is, on a thread of its own."""
+"""`BucketKeeper`: copies what a run writes into the bucket that its workdir is, on a thread of its own."""
 
 import pathlib
 import threading
@@ -20,13 +20,13 @@ from jaxgoodput.workdir.copies import (
 )
 from jaxgoodput.workdir.listing import PIECES
 from jaxgoodput.workdir.objects import ObjectStore, StoreError
-from jaxgoodput.workdir.tenure import RENEW_S, Lost, Tenure
+from jaxgoodput.workdir.tenure import RENEW_S, Tenure, WorkdirTaken
 
 COPY_S = 5.0  # longest time until what was written is copied
 
 
-class KeptBucket:
-    """Fetches the files of a workdir that is held into `folder`, and copies changes back. See `Kept`.
+class BucketKeeper:
+    """Fetches the files of a workdir that is held into `folder`, and copies changes back. See `Keeper`.
 
     Large files of checkpoints are fetched when they are wanted. Copying goes on until `close`, which ends the
     tenure. If another process takes the workdir, `on_lost` is called with a sentence, once.
@@ -106,7 +106,7 @@ class KeptBucket:
         self._copier.join()
         self._give_back()
 
-    def __enter__(self) -> "KeptBucket":
+    def __enter__(self) -> "BucketKeeper":
         return self
 
     def __exit__(
@@ -133,7 +133,7 @@ class KeptBucket:
                 self._news.notify_all()
 
     def _copied(self) -> str | None:
-        """Copy what has changed; returns what went wrong. Raises Lost."""
+        """Copy what has changed; returns what went wrong. Raises WorkdirTaken."""
         try:
             before = self._tenure.listing
             files = self._upload(before)
@@ -163,10 +163,10 @@ class KeptBucket:
                 logging.info("the hold of %s could not be renewed: %s", self._store.url, error)
 
     def _broken(self, failure: BaseException) -> None:
-        """Stop the run: another process has the workdir, or copying has failed in a way nobody foresaw."""
+        """Stop the run: another process has the workdir, or copying has failed in an unforeseen way."""
         with self._news:
             is_first = self._lost is None
-            self._lost = str(failure) if isinstance(failure, Lost) else repr(failure)
+            self._lost = str(failure) if isinstance(failure, WorkdirTaken) else repr(failure)
             self._has_ended = True
             self._news.notify_all()
         if is_first:

@@ -23,7 +23,7 @@ PIECES = "files/"  # the pieces are below this prefix, and nothing else is
 PIECE_BYTES = 64 * 2**20
 
 
-class Piece(NamedTuple):
+class StoredPiece(NamedTuple):
     """A part of a file's content: one object."""
 
     key: str
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     sha256: str
 
 
-Files = Mapping[str, tuple[Piece, ...]]  # the pieces of each file by its path, in order
+Files = Mapping[str, tuple[StoredPiece, ...]]  # the pieces of each file by its path, in order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ def packed(listing: Listing) -> bytes:
     return json.dumps({**rest, "files": dict(listing.files)}).encode()
 
 
-def content(store: ObjectStore, piece: Piece) -> bytes:
+def content(store: ObjectStore, piece: StoredPiece) -> bytes:
     """Return the content of a piece. Raises DamagedError if it is missing, or not what was written."""
     there = store.get(piece.key)
     if there is None:
@@ -122,7 +122,7 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def stay(pieces: tuple[Piece, ...], num_bytes: int) -> tuple[Piece, ...]:
+def stay(pieces: tuple[StoredPiece, ...], num_bytes: int) -> tuple[StoredPiece, ...]:
     """Return which pieces of a file stay when it has grown to `num_bytes`; what follows is written anew.
 
     Pieces no larger than what is new are written again with it, so that a file of n flushes has about log(n)

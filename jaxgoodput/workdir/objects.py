@@ -1,7 +1,7 @@
 """`ObjectStore`: what a run needs of an object store, and how failures of stores are told apart.
 
-Objects are written as a whole. `replace` writes one only if nobody else has written it meanwhile. Everything
-else in this room is built on that one guarantee.
+Objects are written as a whole. `replace` writes one only if no other process has written it meanwhile.
+Everything else in this room is built on that one guarantee.
 """
 
 from collections.abc import Callable, Iterator

@@ -2,8 +2,7 @@
 
 A run works in a local folder in either case. If the workdir is a bucket, that folder is a copy: `Bucket.held`
 takes the workdir in the bucket, fetches its files, and from then on copies what the run writes. A checkpoint
-counts as saved once it is in the bucket (`Kept`). Whoever reads a workdir without holding it looks at a
-`View`.
+counts as saved once it is in the bucket (`Keeper`). Readers, which do not hold the workdir, look at a `View`.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ from typing import Protocol, runtime_checkable
 from jaxgoodput import _disk
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.workdir.copies import COMPILED, LARGE
-from jaxgoodput.workdir.keeping import KeptBucket
+from jaxgoodput.workdir.keeping import BucketKeeper
 from jaxgoodput.workdir.objects import ObjectStore, PatientStore
 from jaxgoodput.workdir.tenure import Tenure
 from jaxgoodput.workdir.viewing import BucketView
@@ -32,7 +31,7 @@ PATIENCE_S = 60.0
 
 
 @runtime_checkable
-class Kept(Protocol):
+class Keeper(Protocol):
     """What keeps the files of a workdir that this process holds."""
 
     def secure(self) -> str | None:
@@ -70,7 +69,7 @@ class View(Protocol):
         ...
 
 
-class FolderKept:
+class FolderKeeper:
     """A local folder keeps its files by itself."""
 
     def secure(self) -> str | None:
@@ -118,10 +117,10 @@ class Folder:
         return str(self.folder.resolve())
 
     @contextlib.contextmanager
-    def held(self, clock: Clock, on_lost: Callable[[str], None]) -> Iterator[Kept]:
+    def held(self, clock: Clock, on_lost: Callable[[str], None]) -> Iterator[Keeper]:
         """Hold the folder during the block. Raises InUse if another process does."""
         with _disk.held(self.folder):
-            yield FolderKept()
+            yield FolderKeeper()
 
     @contextlib.contextmanager
     def viewed(self, wanted: str = "") -> Iterator[View]:
@@ -146,7 +145,7 @@ class Bucket:
         return self.name
 
     @contextlib.contextmanager
-    def held(self, clock: Clock, on_lost: Callable[[str], None]) -> Iterator[Kept]:
+    def held(self, clock: Clock, on_lost: Callable[[str], None]) -> Iterator[Keeper]:
         """Hold the workdir during the block, and copy what is written into `folder` to the bucket.
 
         `on_lost` is called with a sentence, on another thread, if another process takes the workdir. Raises
@@ -163,7 +162,7 @@ class Bucket:
             except BaseException:
                 tenure.end()
                 raise
-            with KeptBucket(self.folder, store, tenure, on_lost) as kept:
+            with BucketKeeper(self.folder, store, tenure, on_lost) as kept:
                 yield kept
             if kept.is_complete:
                 self._clear()

@@ -1,8 +1,8 @@
 """`Tenure`: one process's hold of a workdir in a bucket, from taking it until it gives it back or loses it.
 
-A holder renews its hold every `RENEW_S` seconds by writing the listing anew. Whoever finds a listing that
-has not changed for `LEASE_S` seconds, by its own clock, may take the workdir. No two clocks are compared. The
-holder before, if it still runs, cannot change anything from then on: see `Listing`.
+A holder renews its hold every `RENEW_S` seconds by writing the listing anew. A process that
+finds a listing which has not changed for `LEASE_S` seconds, by its own clock, may take the workdir. No two
+clocks are compared. The holder before, if it still runs, cannot change anything from then on: see `Listing`.
 """
 
 import os
@@ -26,7 +26,7 @@ LOOK_S = 0.5
 PROC = pathlib.Path("/proc")
 
 
-class Lost(InUse):
+class WorkdirTaken(InUse):
     """Another process has taken the workdir."""
 
 
@@ -86,20 +86,20 @@ class Tenure:
                 found, since_s = there, clock.now()
 
     def renew(self) -> None:
-        """Write the listing anew unless it was written within the last `RENEW_S`. Raises Lost."""
+        """Write the listing anew unless it was written within the last `RENEW_S`. Raises WorkdirTaken."""
         with self._lock:
             if self._clock.now() - self._written_s >= RENEW_S:
                 self._write(lambda last: last.next(last.files))
 
     def publish(self, files: Files) -> Listing:
-        """Make these the files of the workdir, all at once; returns the listing before. Raises Lost."""
+        """Make these the files of the workdir at once; returns the listing before. Raises WorkdirTaken."""
         with self._lock:
             before = self.listing
             self._write(lambda last: last.next(files))
             return before
 
     def end(self) -> None:
-        """Give the workdir back. Raises Lost."""
+        """Give the workdir back. Raises WorkdirTaken."""
         with self._lock:
             self._write(lambda last: last.held_by(None))
 
@@ -112,7 +112,7 @@ class Tenure:
                 there = read(self._store)
                 if there.listing.holder != self._holder:
                     other = there.listing.holder
-                    raise Lost(
+                    raise WorkdirTaken(
                         f"{self._store.url} was taken by {'another run' if other is None else other.name}, "
                         f"because this process had not renewed its hold for {LEASE_S:.0f} s. Nothing that it "
                         "does from now on is kept: end it, and leave the workdir to the other."

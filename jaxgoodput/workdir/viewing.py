@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from jaxgoodput._disk import DamagedError
 from jaxgoodput.workdir.copies import GROWING, NUM_TRIES, download, warn_of_damage
-from jaxgoodput.workdir.listing import Files, Piece, content, read
+from jaxgoodput.workdir.listing import Files, StoredPiece, content, read
 from jaxgoodput.workdir.objects import ObjectStore
 
 
@@ -19,7 +19,7 @@ class BucketView:
         self.folder = folder.resolve()
         self._store = store
         self._wanted = wanted
-        self._have: dict[str, tuple[Piece, ...]] = {}
+        self._have: dict[str, tuple[StoredPiece, ...]] = {}
 
     def bring(self, folder: pathlib.Path) -> None:
         """Have all files of a checkpoint in its folder, as far as they are there."""
@@ -75,7 +75,7 @@ class BucketView:
         self._have |= {path: changed[path] for path in written}
         return damaged
 
-    def _append(self, path: str, num_bytes: int, pieces: tuple[Piece, ...]) -> None:
+    def _append(self, path: str, num_bytes: int, pieces: tuple[StoredPiece, ...]) -> None:
         """Add what follows the first `num_bytes` of a file. Its readers keep it open."""
         start, new = 0, b""
         for piece in pieces:
@@ -87,5 +87,5 @@ class BucketView:
             file.write(new)
 
 
-def _size(pieces: tuple[Piece, ...]) -> int:
+def _size(pieces: tuple[StoredPiece, ...]) -> int:
     return sum(piece.num_bytes for piece in pieces)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxgoodput._disk import DamagedError
 from jaxgoodput.workdir import copies
 from jaxgoodput.workdir.copies import Upload, download, stamps
-from jaxgoodput.workdir.listing import KEY, Listing, Piece, content, packed, stay
+from jaxgoodput.workdir.listing import KEY, Listing, StoredPiece, content, packed, stay
 from jaxgoodput.workdir.objects import Unavailable
 from jaxgoodput.workdir.viewing import BucketView
 
@@ -119,7 +119,7 @@ def test_a_file_that_grows_has_few_pieces_and_few_bytes_are_written_twice(tmp_pa
 
 @given(st.lists(st.integers(0, 50)), st.integers(0, 100))
 def test_what_stays_is_a_beginning(sizes, more):
-    pieces = tuple(Piece(str(n), size, "") for n, size in enumerate(sizes))
+    pieces = tuple(StoredPiece(str(n), size, "") for n, size in enumerate(sizes))
     kept = stay(pieces, sum(sizes) + more)
     assert kept == pieces[: len(kept)]
     for place in range(

@@ -11,11 +11,11 @@ import pytest
 from jaxgoodput._disk import InUse
 from jaxgoodput._fields import serial
 from jaxgoodput.workdir import tenure
-from jaxgoodput.workdir.listing import KEY, Found, Holder, Piece, packed, read
+from jaxgoodput.workdir.listing import KEY, Found, Holder, StoredPiece, packed, read
 from jaxgoodput.workdir.objects import PatientStore, StoreError, Unavailable
-from jaxgoodput.workdir.tenure import LEASE_S, RENEW_S, Lost, Tenure, this_process
+from jaxgoodput.workdir.tenure import LEASE_S, RENEW_S, Tenure, WorkdirTaken, this_process
 
-FILES = {"a": (Piece("files/1.1/a@0", 3, "sum"),)}
+FILES = {"a": (StoredPiece("files/1.1/a@0", 3, "sum"),)}
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_workdir_is_held_by_one_and_given_back(store, clock):
     with pytest.raises(InUse, match="in use by process .* on ") as refused:
         Tenure.begin(store, clock)
     assert clock.now() <= RENEW_S + 1
-    assert not isinstance(refused.value, Lost)
+    assert not isinstance(refused.value, WorkdirTaken)
     first.end()
     second = Tenure.begin(store, clock)
     assert second.listing.files == FILES
@@ -116,7 +116,7 @@ def test_who_was_replaced_changes_nothing_and_is_told(store, clock):
     before = dict(store.objects)
     clock.advance(RENEW_S)
     for change in (first.renew, first.end, lambda: first.publish({})):
-        with pytest.raises(Lost, match="taken by process 7 on far"):
+        with pytest.raises(WorkdirTaken, match="taken by process 7 on far"):
             change()
     assert store.objects == before
     assert read(store).listing == later

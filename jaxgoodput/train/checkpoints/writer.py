@@ -49,10 +49,10 @@ from jaxgoodput.train.checkpoints.meta import CheckpointMeta, WrongWorkdirError,
 from jaxgoodput.train.checkpoints.retention import Note, best_step, kept, require_best
 from jaxgoodput.train.checkpoints.saved import RestoredCheckpoint, SavedCheckpoint
 from jaxgoodput.train.config import Saving
-from jaxgoodput.workdir.places import FolderKept, Kept, workdir_of
+from jaxgoodput.workdir.places import FolderKeeper, Keeper, workdir_of
 
 ELSEWHERE = "it failed in another process"
-LOCAL = FolderKept()
+LOCAL = FolderKeeper()
 
 
 class Checkpoints:
@@ -60,7 +60,7 @@ class Checkpoints:
 
     `spans` says that states lie on devices of several processes. `keep` is the number of newest checkpoints
     to keep, or the full settings. `folder` is the name of another folder for states that are not certified.
-    `kept` keeps what is written: a checkpoint is saved once that says so.
+    `keeper` keeps what is written: a checkpoint is saved once that says so.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class Checkpoints:
         keep: int | Saving,
         spans: bool = False,
         folder: str = "checkpoints",
-        kept: Kept = LOCAL,
+        keeper: Keeper = LOCAL,
     ):
-        self.kept = kept
+        self.keeper = keeper
         self._root = workdir_of(workdir).folder.resolve()
         self._directory = self._root / folder
         self._saving = Saving(keep=keep) if isinstance(keep, int) else keep
@@ -148,7 +148,7 @@ class Checkpoints:
         """Return the newest step whose checkpoint is complete and certified; None if there is none."""
         # A folder gets its final name only when it is complete, checksums included.
         labels = [x for x in labels_in(self._directory) if x.is_certified]
-        return max((x.step for x in labels if self.kept.is_safe(x.folder)), default=None)
+        return max((x.step for x in labels if self.keeper.is_safe(x.folder)), default=None)
 
     def best(self) -> int | None:
         """Return the step with the best value of `Saving.best`; None if no checkpoint has one."""
@@ -246,7 +246,7 @@ class Checkpoints:
         everywhere.
         """
         folder = self._directory / str(number)
-        self.kept.bring(folder)
+        self.keeper.bring(folder)
 
         def read_meta() -> SavedCheckpoint:
             if _disk.is_sealed(folder):  # otherwise reading the metadata fails
@@ -337,9 +337,9 @@ class Checkpoints:
             _disk.sync_folder(self._directory)
         except Exception as failure:
             return self._failed(failure)
-        if not self._writing or self.kept.is_safe(self._directory / str(self._writing)):
+        if not self._writing or self.keeper.is_safe(self._directory / str(self._writing)):
             return None
-        error = self.kept.secure()
+        error = self.keeper.secure()
         return None if error is None else f"step {self._writing}: {error}"
 
     def _seal(self) -> None:

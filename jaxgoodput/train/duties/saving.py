@@ -125,7 +125,7 @@ class Saver:
                 keep=1,
                 spans=self.start.where.spans,
                 folder=SPOILT,
-                kept=self.start.checkpoints.kept,
+                keeper=self.start.checkpoints.keeper,
             )
         except OSError as failure:
             error = f"{type(failure).__name__}: {failure}"

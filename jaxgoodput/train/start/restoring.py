@@ -23,13 +23,14 @@ from jaxgoodput.train.checkpoints.meta import CheckpointMeta, WrongWorkdirError
 from jaxgoodput.train.checkpoints.saved import RestoredCheckpoint, restore
 from jaxgoodput.train.checkpoints.writer import Checkpoints
 from jaxgoodput.train.config import Config
+from jaxgoodput.train.runs.kinds import is_alone
 from jaxgoodput.train.runs.membership import RunSnapshot
 from jaxgoodput.train.start.lost_values import Origin, floats
 from jaxgoodput.train.start.plans import RunSetup, abstract_as_saved, set_up
 from jaxgoodput.train.start.problem import TaskInputs
 from jaxgoodput.train.tables.commits import Opener, Tables
 from jaxgoodput.tune.plan import BatchPlan
-from jaxgoodput.workdir.places import FolderKept, Kept, workdir_of
+from jaxgoodput.workdir.places import FolderKeeper, Keeper, workdir_of
 
 # How long a process that was cut off may take to let go of the workdir.
 CUT_OFF_S = 10.0
@@ -43,7 +44,7 @@ def hold_workdir(
     *,
     patience_s: float = 0.0,
     on_lost: Callable[[str], None] = logging.error,
-) -> Kept:
+) -> Keeper:
     """Hold the workdir until `stack` closes; process 0 does it for all, which call this together.
 
     Returns what keeps its files. `patience_s` is how long to wait for another holder. `on_lost` is called
@@ -52,19 +53,19 @@ def hold_workdir(
     processes, and PeerGone if this set of processes ends first.
     """
     place_of_files = workdir_of(workdir)
-    if not place_of_files.takes_processes and (where.process_count > 1 or where.is_elastic):
+    if not place_of_files.takes_processes and not is_alone(where):
         raise ValueError(
             f"{workdir} is in a bucket, and this run has several processes, or hosts that come and go. They "
             "need a folder that all of them see: mount the bucket (gcsfuse, mountpoint-s3) or use a shared "
             "file system."
         )
-    kept: Kept = FolderKept()
+    keeper: Keeper = FolderKeeper()
     refused, deadline_s = None, clock.now() + patience_s
     while True:
         try:
             check_writable(place_of_files.folder)
             if where.process_index == 0:
-                kept = stack.enter_context(place_of_files.held(clock, on_lost))
+                keeper = stack.enter_context(place_of_files.held(clock, on_lost))
             refused = None
         except (OSError, _disk.InUse) as error:
             refused = error
@@ -75,7 +76,7 @@ def hold_workdir(
         clock.sleep(0.1)
     if not where.everywhere(refused is None):
         raise refused or _disk.InUse(f"another process cannot use the workdir {workdir}.")
-    return kept
+    return keeper
 
 
 class Restorer:
@@ -282,7 +283,7 @@ def save_kept(inputs: TaskInputs, kept: RunSnapshot, *, group_size: int) -> str 
         return f"step {kept.step}: values are no longer finite ({lost})"
     meta = dataclasses.replace(kept.meta, lost={})
     with contextlib.ExitStack() as stack:
-        kept_by = hold_workdir(config.workdir, where, stack, SystemClock(), patience_s=CUT_OFF_S)
-        checkpoints = Checkpoints(config.workdir, keep=config.saving, kept=kept_by)
+        keeper = hold_workdir(config.workdir, where, stack, SystemClock(), patience_s=CUT_OFF_S)
+        checkpoints = Checkpoints(config.workdir, keep=config.saving, keeper=keeper)
         stack.callback(checkpoints.close)
         return checkpoints.save(state, meta) or checkpoints.wait(alone=True)
