@@ -18,7 +18,7 @@ from jaxgoodput.workdir.copies import (
     download,
     warn_of_damage,
 )
-from jaxgoodput.workdir.listing import PIECES
+from jaxgoodput.workdir.listing import PIECE, PIECES
 from jaxgoodput.workdir.objects import ObjectStore, StoreError
 from jaxgoodput.workdir.tenure import RENEW_S, Tenure, WorkdirTaken
 
@@ -188,9 +188,10 @@ class BucketKeeper:
         self._delete({key for key in self._store.keys(PIECES) if key not in named})
 
     def _delete(self, keys: set[str]) -> None:
+        own = sorted(key for key in keys if PIECE.fullmatch(key))
         try:
             with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
-                list(pool.map(self._store.delete, sorted(keys)))
+                list(pool.map(self._store.delete, own))
         except StoreError as error:
             logging.info(
                 "objects that are not used any more stay in %s: %s", self._store.url, error

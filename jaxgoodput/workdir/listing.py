@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
@@ -19,7 +20,9 @@ from jaxgoodput._fields import serial
 from jaxgoodput.workdir.objects import ObjectStore, StoreError
 
 KEY = "workdir.json"
-PIECES = "files/"  # the pieces are below this prefix, and nothing else is
+PIECES = "workdir.pieces/"  # the pieces are below this prefix
+# What a run calls them. Objects of other names there are not its own, and it never deletes them.
+PIECE = re.compile(rf"{re.escape(PIECES)}\d+\.\d+/.+@\d+", re.DOTALL)
 PIECE_BYTES = 64 * 2**20
 
 

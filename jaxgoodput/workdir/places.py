@@ -20,6 +20,7 @@ from jaxgoodput import _disk
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.workdir.copies import COMPILED, LARGE
 from jaxgoodput.workdir.keeping import BucketKeeper
+from jaxgoodput.workdir.listing import PIECES
 from jaxgoodput.workdir.objects import ObjectStore, PatientStore
 from jaxgoodput.workdir.tenure import Tenure
 from jaxgoodput.workdir.viewing import BucketView
@@ -216,7 +217,14 @@ def is_bucket(workdir: str) -> bool:
 
 def require_known(workdir: str) -> None:
     """Raise ValueError if a workdir is neither a folder nor a bucket that runs can use."""
-    if not re.match(r"[\w+.-]+:[/\\]|~", workdir) or is_bucket(workdir):
+    if not re.match(r"[\w+.-]+:[/\\]|~", workdir):
+        return
+    if is_bucket(workdir):
+        if f"/{PIECES}" in f"{workdir}/":
+            raise ValueError(
+                f"Config.workdir={workdir!r} lies below {PIECES}, in which another workdir keeps its files. "
+                "Name another one."
+            )
         return
     raise ValueError(
         "Config.workdir must be a folder of a mounted file system, gs://BUCKET/PATH or s3://BUCKET/PATH; "

@@ -16,8 +16,8 @@ from absl import logging
 
 from jaxgoodput._disk import InUse
 from jaxgoodput.clock import Clock
-from jaxgoodput.workdir.listing import KEY, Files, Found, Holder, Listing, packed, read
-from jaxgoodput.workdir.objects import Changed, ObjectStore
+from jaxgoodput.workdir.listing import KEY, PIECES, Files, Found, Holder, Listing, packed, read
+from jaxgoodput.workdir.objects import Changed, ObjectStore, StoreError
 
 RENEW_S = 5.0
 LEASE_S = 30.0
@@ -48,10 +48,13 @@ class Tenure:
         """Take the workdir of a store.
 
         If another process holds it and may have died, this waits until that has not renewed its hold for
-        `LEASE_S`. Raises InUse, which names the holder, as soon as it is known to live.
+        `LEASE_S`. Raises InUse, which names the holder, as soon as it is known to live, and StoreError if
+        objects that are not known lie in the way.
         """
         own = this_process()
         found, since_s = read(store), clock.now()
+        if found.generation is None:
+            _require_unused(store)
         is_watching = False
         while True:
             holder = found.listing.holder
@@ -174,3 +177,14 @@ def _in_use(store: ObjectStore, holder: Holder) -> InUse:
         f"{store.url} is in use by {holder.name}. Two runs there would delete each other's files: end that "
         "run first, or use another workdir."
     )
+
+
+def _require_unused(store: ObjectStore) -> None:
+    """Raise StoreError if a workdir without a listing has objects where its pieces are to be."""
+    found = next(store.keys(PIECES), None)
+    if found is not None and read(store).generation is None:  # else another run has begun just now
+        raise StoreError(
+            f"{store.url} has no {KEY}, but {store.url}/{found} lies where a run would write. Name another "
+            f"workdir. If these are leftovers of a run whose {KEY} was deleted, restore that file or delete "
+            f"all that is below {store.url}/{PIECES}."
+        )

@@ -6,6 +6,7 @@ import http.server
 import os
 import pathlib
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -127,6 +128,23 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def write(folder: pathlib.Path, path: str, data: bytes, mode: str = "wb") -> None:
+    """Write a file of a run."""
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    with open(folder / path, mode) as file:
+        file.write(data)
+
+
+def checkpoint(folder: pathlib.Path, step: int, data: bytes | None = None) -> None:
+    """Make a checkpoint appear as Orbax does: written under another name, and renamed."""
+    at = f"checkpoints/{step}.orbax-checkpoint-tmp"
+    write(folder, f"{at}/state/d/leaf", b"%d" % step * 5 if data is None else data)
+    write(folder, f"{at}/meta/metadata", b"{}")
+    target = folder / f"checkpoints/{step}"
+    shutil.rmtree(target, ignore_errors=True)
+    (folder / at).rename(target)
 
 
 class MemoryStore:

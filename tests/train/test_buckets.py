@@ -29,7 +29,7 @@ from jaxgoodput.parallel.place import place
 from jaxgoodput.train.control import NotSaved
 from jaxgoodput.train.start.restoring import hold_workdir
 from jaxgoodput.workdir import places
-from jaxgoodput.workdir.listing import KEY, packed, read
+from jaxgoodput.workdir.listing import KEY, PIECES, packed, read
 from jaxgoodput.workdir.places import Bucket, workdir_of
 
 WORKER = pathlib.Path(__file__).with_name("bucket_worker.py")
@@ -330,7 +330,7 @@ def killed_again_and_again(kind, tmp_path, num_kills, seed):
         with buckets.environment(emulator):
             assert set(jg.load(url)[0]["count"].tolist()) == {float(EPOCHS)}
             listing = read(store_of(url)).listing
-            assert {*store_of(url).keys("files/")} >= listing.keys
+            assert {*store_of(url).keys(PIECES)} >= listing.keys
     return num_killed
 
 

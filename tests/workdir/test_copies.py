@@ -5,6 +5,7 @@ import shutil
 
 import buckets
 import pytest
+from buckets import checkpoint, write
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,22 +27,6 @@ def in_bucket(store, listing) -> dict[str, bytes]:
         path: b"".join(content(store, piece) for piece in pieces)
         for path, pieces in listing.files.items()
     }
-
-
-def write(folder, path, data, mode="wb"):
-    (folder / path).parent.mkdir(parents=True, exist_ok=True)
-    with open(folder / path, mode) as file:
-        file.write(data)
-
-
-def checkpoint(folder, step):
-    """Make a checkpoint appear as Orbax does: written under another name, and renamed."""
-    at = f"checkpoints/{step}.orbax-checkpoint-tmp"
-    write(folder, f"{at}/state/d/leaf", b"%d" % step * 5)
-    write(folder, f"{at}/meta/metadata", b"{}")
-    target = folder / f"checkpoints/{step}"
-    shutil.rmtree(target, ignore_errors=True)
-    (folder / at).rename(target)
 
 
 CHANGES = {

@@ -15,7 +15,7 @@ from jaxgoodput.workdir.listing import KEY, Found, Holder, StoredPiece, packed, 
 from jaxgoodput.workdir.objects import PatientStore, StoreError, Unavailable
 from jaxgoodput.workdir.tenure import LEASE_S, RENEW_S, Tenure, WorkdirTaken, this_process
 
-FILES = {"a": (StoredPiece("files/1.1/a@0", 3, "sum"),)}
+FILES = {"a": (StoredPiece("workdir.pieces/1.1/a@0", 3, "sum"),)}
 
 
 @pytest.fixture

@@ -1,0 +1,94 @@
+"""A keeper changes what is its own alone, and says that something is safe only once it is."""
+
+import contextlib
+
+import buckets
+import pytest
+from buckets import checkpoint, write
+
+from jaxgoodput.clock import SystemClock
+from jaxgoodput.workdir.copies import stamps
+from jaxgoodput.workdir.keeping import BucketKeeper
+from jaxgoodput.workdir.listing import KEY, content, read
+from jaxgoodput.workdir.objects import StoreError
+from jaxgoodput.workdir.places import workdir_of
+from jaxgoodput.workdir.tenure import Tenure
+
+
+class Below:
+    """The objects of another store below a prefix."""
+
+    def __init__(self, store, prefix):
+        self.url = f"{store.url}/{prefix}"
+        self.get = lambda key: store.get(prefix + key)
+        self.put = lambda key, data: store.put(prefix + key, data)
+        self.replace = lambda key, data, generation: store.replace(prefix + key, data, generation)
+        self.keys = lambda below: (k.removeprefix(prefix) for k in store.keys(prefix + below))
+        self.delete = lambda key: store.delete(prefix + key)
+
+
+@contextlib.contextmanager
+def keeping(folder, store):
+    """A keeper of a folder, as a run holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tenure = Tenure.begin(store, SystemClock())
+    with BucketKeeper(folder, store, tenure, pytest.fail) as keeper:
+        yield keeper
+
+
+def in_bucket(store):
+    return {
+        path: b"".join(content(store, piece) for piece in pieces)
+        for path, pieces in read(store).listing.files.items()
+    }
+
+
+def contents(folder):
+    return {path: (folder / path).read_bytes() for path in stamps(folder)}
+
+
+def test_leftovers_of_runs_are_deleted_and_the_objects_of_others_stay(tmp_path):
+    store = buckets.MemoryStore()
+    write(tmp_path / "a", "config.json", b"1")
+    with keeping(tmp_path / "a", store):
+        pass
+    others = {
+        "notes.txt",
+        "files/1.1/a@0",
+        "workdir.pieces/notes.txt",
+        "workdir.pieces/1.1/a",
+        "workdir.pieces/mine/1.1/a@0",
+        "workdir.pieces/1.1/a@0.bak",
+    }
+    for key in (*others, "workdir.pieces/1.7/checkpoints/3/x@0", "workdir.pieces/1.7/a@67108864"):
+        store.put(key, b"x")
+    with keeping(tmp_path / "b", store):
+        assert store.objects.keys() == {*others, KEY, *read(store).listing.keys}
+    assert in_bucket(store) == {"config.json": b"1"}
+
+
+def test_a_place_that_is_in_use_for_something_else_is_refused_and_stays(tmp_path):
+    store = buckets.MemoryStore()
+    for key in ("workdir.pieces/1.1/a@0", "workdir.pieces/x"):
+        store.objects.clear()
+        store.put(key, b"of others")
+        with pytest.raises(StoreError, match=f"{key} lies where a run would write. Name another"):
+            Tenure.begin(store, SystemClock())
+        assert [*store.objects] == [key]
+
+
+def test_workdirs_within_workdirs_leave_each_other_alone(tmp_path):
+    root = buckets.MemoryStore()
+    places = {"": "outer", "files/exp1/": "inner", "workdir/": "third"}
+    for turn in range(2):
+        for prefix, name in places.items():
+            folder = tmp_path / f"{name}{turn}"
+            with keeping(folder, Below(root, prefix)):
+                write(folder, f"{name}.txt", b"%d" % turn)
+                write(folder, "log", b"%d" % turn)
+    for prefix, name in places.items():
+        assert in_bucket(Below(root, prefix)) == {f"{name}.txt": b"1", "log": b"1"}
+    for url in ("gs://bucket/workdir.pieces", "s3://bucket/a/workdir.pieces/1.1/x/"):
+        with pytest.raises(ValueError, match="in which another workdir keeps its files"):
+            workdir_of(url)
+    workdir_of("gs://bucket/my-workdir.pieces/x")
