@@ -7,7 +7,7 @@ Both know the layout of a workdir only as far as `LEFT_OUT`, `GROWING` and `AS_O
 import os
 import pathlib
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -38,6 +38,7 @@ AS_ONE = re.compile(rf"({_CHECKPOINT})/.*")
 # In them, what is copied from a bucket only when it is wanted: it may be large.
 LARGE = re.compile(rf"{_CHECKPOINT}/(?!meta/).*/.*")
 NUM_TRIES = 5  # if files vanish while they are read
+NUM_LOOKS = 10  # if files come and go while they are listed
 
 
 class Stamp(NamedTuple):
@@ -67,7 +68,8 @@ class Upload:
     """Makes a listing's files those of a folder. Not thread-safe.
 
     `known` are the files that are in both already. A file of the listing that was not copied into the folder
-    stays in the listing as long as the folder of its checkpoint is there.
+    stays in the listing as long as the folder of its checkpoint is there. So does one that has vanished from
+    it: whoever deletes a checkpoint deletes the folder, too.
     """
 
     def __init__(self, folder: pathlib.Path, store: ObjectStore, known: Mapping[str, Stamp]):
@@ -75,6 +77,9 @@ class Upload:
         self._store = store
         self._known = dict(known)
         self._here = dict(known)
+        self._torn: dict[str, set[str]] = {}  # what the last call has missed, by folder
+        self.damaged: frozenset[str] = frozenset()
+        """Folders of which the last two calls have missed the same files. They are whole in the bucket."""
         self._written: dict[
             _Part, StoredPiece
         ] = {}  # by attempts that failed later: not written again
@@ -83,8 +88,8 @@ class Upload:
     def __call__(self, listing: Listing) -> Files:
         """Write pieces of what has changed, and return the files of the next listing.
 
-        Call `settle` once that is published. The files of one folder of a checkpoint are returned all or not
-        at all. Raises StoreError, and OSError if a file cannot be read.
+        Call `settle` once that is published. The files of a checkpoint leave the listing together. Raises
+        StoreError, and OSError if a file cannot be read.
         """
         for _ in range(NUM_TRIES):
             try:
@@ -99,14 +104,24 @@ class Upload:
 
     def add(self, known: Mapping[str, Stamp]) -> None:
         """Note files that were copied from the bucket into the folder."""
-        self._known |= known
+        self._known = {**self._known, **known}
+
+    def is_settled(self, folder: pathlib.Path) -> bool:
+        """Return whether the files in a folder of a checkpoint are those that were settled.
+
+        May be called on any thread.
+        """
+        while True:
+            known = self._known
+            try:
+                there = {path.relative_to(self._folder).as_posix(): path for path in _files(folder)}
+                return all(known.get(name) == Stamp.of(path) for name, path in there.items())
+            except FileNotFoundError:  # it is being deleted
+                continue
 
     def _once(self, listing: Listing) -> Files:
-        here = stamps(self._folder)
-        # A checkpoint that is being deleted is left out as a whole.
-        lost = {path for path in listing.files if path in self._known and path not in here}
-        going = {found[1] for path in lost if (found := AS_ONE.fullmatch(path))}
-        here = {path: x for path, x in here.items() if not _is_in(path, going)}
+        here = steady_stamps(self._folder)
+        absent = self._absent(listing, here)
         files = {path: self._kept(listing, path, stamp) for path, stamp in here.items()}
         parts = [
             _Part(path, here[path], at, min(PIECE_BYTES, here[path].num_bytes - at))
@@ -120,17 +135,35 @@ class Upload:
                 list(pool.map(lambda part: self._write(part, within), wanted))
         for part in parts:
             files[part.path] = (*files[part.path], self._written[part])
-        self._here = here
-        away = {
-            path: pieces
-            for path, pieces in listing.files.items()
-            if path not in here
-            and path not in self._known
-            and (found := AS_ONE.fullmatch(path)) is not None
-            and found[1] not in going
-            and (self._folder / found[1]).is_dir()
-        }
-        return {**away, **files}
+        # What was here and is absent stays known, so that the next look misses it, too.
+        lost = {path: self._known[path] for path in absent if path in self._known}
+        self._here = {**lost, **here}
+        torn: dict[str, set[str]] = {}
+        for path in lost:
+            torn.setdefault(_checkpoint_of(path) or "", set()).add(path)
+        # What is being deleted as a whole has fewer files at each look, or none.
+        self.damaged = frozenset(x for x, missed in torn.items() if self._torn.get(x) == missed)
+        self._torn = torn
+        return {**{path: listing.files[path] for path in absent}, **files}
+
+    def _absent(self, listing: Listing, here: Mapping[str, Stamp]) -> list[str]:
+        """Return the files that stay in the listing though they are not in the folder.
+
+        They belong to a checkpoint whose folder is there. If it holds files, and none of those that were
+        copied, it is another checkpoint that took the name.
+        """
+        is_same: dict[str, bool] = {}
+        for path, stamp in here.items():
+            if (folder := _checkpoint_of(path)) is not None:
+                is_same[folder] = is_same.get(folder, False) or self._known.get(path) == stamp
+        absent = []
+        for path in listing.files:
+            folder = _checkpoint_of(path)
+            if path in here or folder is None:
+                continue
+            if is_same[folder] if folder in is_same else (self._folder / folder).is_dir():
+                absent.append(path)
+        return absent
 
     def _kept(self, listing: Listing, path: str, stamp: Stamp) -> tuple[StoredPiece, ...]:
         """Return the pieces of a file that stay: all, none, or the first ones if it has grown."""
@@ -148,18 +181,40 @@ class Upload:
 
     def _write(self, part: _Part, within: str) -> None:
         with open(self._folder / part.path, "rb") as file:
+            if os.fstat(file.fileno()).st_ino != part.stamp.inode:
+                raise FileNotFoundError(f"{self._folder / part.path} was replaced")
             file.seek(part.start)
             data = file.read(part.num_bytes)
-        if len(data) != part.num_bytes:  # it was replaced since it was looked at
+        if len(data) != part.num_bytes:
             raise FileNotFoundError(f"{self._folder / part.path} has become shorter")
         piece = StoredPiece(f"{within}{part.path}@{part.start}", part.num_bytes, digest(data))
         self._store.put(piece.key, data)
         self._written[part] = piece
 
 
-def _is_in(path: str, folders: Collection[str]) -> bool:
+def _checkpoint_of(path: str) -> str | None:
+    """Return the folder of the checkpoint that a file belongs to; None if it belongs to none."""
     found = AS_ONE.fullmatch(path)
-    return found is not None and found[1] in folders
+    return None if found is None else found[1]
+
+
+def steady_stamps(folder: pathlib.Path) -> dict[str, Stamp]:
+    """Return the stamps of a folder once two looks in a row have found the same files.
+
+    One look alone may miss both a file that is deleted and the one that takes its place meanwhile. Raises
+    FileNotFoundError if files come and go all the time.
+    """
+    before = stamps(folder)
+    for _ in range(NUM_LOOKS):
+        after = stamps(folder)
+        if _inodes(before) == _inodes(after):
+            return after
+        before = after
+    raise FileNotFoundError(f"the files in {folder} come and go faster than they can be listed")
+
+
+def _inodes(found: Mapping[str, Stamp]) -> dict[str, int]:
+    return {path: stamp.inode for path, stamp in found.items()}
 
 
 def stamps(folder: pathlib.Path) -> dict[str, Stamp]:

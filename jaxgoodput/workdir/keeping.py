@@ -48,13 +48,14 @@ class BucketKeeper:
             0  # calls of `secure`, and those that the last copy answers
         )
         self._error: str | None = None  # of the last copy
+        self._damaged: frozenset[str] = frozenset()  # see `Upload.damaged`
         self._lost: str | None = None  # why nothing can be copied any more
         self._has_ended = False  # whether nothing is copied any more
         self._copying = threading.Lock()  # nothing is copied in both directions at once
         self._renewer = Worker("renew", self._renew, on_error=self._broken)
         try:
             known = self._fetch(lambda path: not LARGE.fullmatch(path))
-            self._upload = Upload(folder, store, known)
+            self._upload = Upload(self._folder, store, known)
             self._remove_leftovers()
         except BaseException:
             self._give_back()
@@ -73,9 +74,10 @@ class BucketKeeper:
             return self._lost or self._error
 
     def is_safe(self, folder: pathlib.Path) -> bool:
-        """Return whether the checkpoint in a folder is in the bucket."""
+        """Return whether the checkpoint in a folder, as it is now, is in the bucket."""
         within = f"{folder.relative_to(self._folder).as_posix()}/"
-        return any(path.startswith(within) for path in self._tenure.listing.files)
+        is_listed = any(path.startswith(within) for path in self._tenure.listing.files)
+        return is_listed and self._upload.is_settled(folder)
 
     def bring(self, folder: pathlib.Path) -> None:
         """Have all files of a checkpoint in its folder, as far as they are there. Raises StoreError."""
@@ -137,7 +139,9 @@ class BucketKeeper:
         try:
             before = self._tenure.listing
             files = self._upload(before)
+            self._tell_of_damage()
             if files == before.files:
+                self._upload.settle()
                 return None
             replaced = self._tenure.publish(files)
             self._upload.settle()
@@ -152,6 +156,16 @@ class BucketKeeper:
                 )
             return error
         return None
+
+    def _tell_of_damage(self) -> None:
+        """Log, once, that files of a checkpoint have vanished here."""
+        for folder in sorted(self._upload.damaged - self._damaged):
+            logging.error(
+                "files have vanished from %s. The whole checkpoint stays in %s. Look for what deletes old "
+                "files on this machine, and have it spare that folder.",
+                *(self._folder / folder, self._store.url),
+            )
+        self._damaged = self._upload.damaged
 
     def _renew(self, worker: Worker) -> None:
         while not worker.wait_stopping(RENEW_S / 5):

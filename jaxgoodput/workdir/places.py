@@ -236,15 +236,27 @@ def require_known(workdir: str) -> None:
 def private_folder() -> pathlib.Path:
     """Return the folder in which copies of buckets lie on this machine; it is made if it does not exist.
 
-    Raises PermissionError if another user could write to it: compiled programs are kept there.
+    It is in XDG_CACHE_HOME, or ~/.cache, and not among temporary files, which some machines delete when they
+    are old. Raises PermissionError if another user could write to it: compiled programs are kept there.
     """
-    folder = pathlib.Path(tempfile.gettempdir()) / f"jaxgoodput-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    # As the standard has it, a relative path is ignored.
+    named = pathlib.Path(os.environ.get("XDG_CACHE_HOME", ""))
+    home = named if named.is_absolute() else pathlib.Path(os.path.expanduser("~/.cache"))
+    folder = home / "jaxgoodput"
+    remedy = (
+        "This machine's copy of a workdir in a bucket lies there: set XDG_CACHE_HOME to a folder of your own."
+    )
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
         raise PermissionError(
-            f"{folder} belongs to another user, or others may write to it. This machine's copy of a workdir "
-            "in a bucket lies there: remove it, or set TMPDIR to a folder of your own."
+            f"cannot make the folder {folder} ({error.strerror}). {remedy}"
+        ) from error
+    found = folder.lstat()
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    if not is_own or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(
+            f"{folder} belongs to another user, or others may write to it. {remedy}"
         )
     return folder
 

@@ -51,6 +51,7 @@ def gcs():
 @pytest.fixture(autouse=True)
 def _own_copies(tmp_path, monkeypatch):
     """This machine's copies lie in the test's folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(places.tempfile, "tempdir", str(tmp_path))
 
 
@@ -244,10 +245,27 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(url, module, ex
         jg.load(url)
 
 
+def test_copies_lie_in_the_cache_of_the_user(tmp_path, monkeypatch):
+    assert workdir_of("gs://bucket/run").folder.is_relative_to(tmp_path / "jaxgoodput")
+    assert (tmp_path / "jaxgoodput").stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for relative in ("", "here"):
+        monkeypatch.setenv("XDG_CACHE_HOME", relative)
+        assert places.private_folder() == tmp_path / "home/.cache/jaxgoodput"
+
+
 def test_a_folder_that_others_could_write_to_is_refused(tmp_path):
-    (tmp_path / f"jaxgoodput-{os.getuid()}").mkdir()
-    (tmp_path / f"jaxgoodput-{os.getuid()}").chmod(0o777)
-    with pytest.raises(PermissionError, match="set TMPDIR"):
+    (tmp_path / "jaxgoodput").mkdir()
+    (tmp_path / "jaxgoodput").chmod(0o777)
+    with pytest.raises(PermissionError, match="others may write to it.*set XDG_CACHE_HOME"):
+        workdir_of("gs://bucket/run")
+    (tmp_path / "jaxgoodput").rename(tmp_path / "other")
+    (tmp_path / "jaxgoodput").symlink_to(tmp_path / "other")
+    with pytest.raises(PermissionError, match="set XDG_CACHE_HOME"):
+        workdir_of("gs://bucket/run")
+    (tmp_path / "jaxgoodput").unlink()
+    (tmp_path / "jaxgoodput").write_text("a file")
+    with pytest.raises(PermissionError, match="cannot make the folder.*set XDG_CACHE_HOME"):
         workdir_of("gs://bucket/run")
 
 
@@ -274,6 +292,7 @@ def lived(emulator, url, tmp_path, kill_at=None, delay_s=0.0) -> Life:
         **emulator.environ,
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": f"{support}:{os.environ.get('PYTHONPATH', '')}",
+        "XDG_CACHE_HOME": str(tmp_path),
         "TMPDIR": str(tmp_path),
     }
     child = subprocess.Popen(

@@ -132,15 +132,98 @@ def test_a_copy_that_failed_goes_on_with_the_rest(tmp_path):
     assert in_bucket(store, listing.next(files)) == contents(tmp_path)
 
 
-def test_a_checkpoint_that_is_being_deleted_goes_as_a_whole(tmp_path):
+def test_a_checkpoint_goes_as_a_whole_once_its_folder_is_gone(tmp_path):
     store = buckets.MemoryStore()
     checkpoint(tmp_path, 1)
     checkpoint(tmp_path, 2)
     upload, listing = Upload(tmp_path, store, {}), Listing(tenure=1)
     listing = listing.next(upload(listing))
     upload.settle()
-    (tmp_path / "checkpoints/1/state/d/leaf").unlink()
+    for path in ("checkpoints/1/state/d/leaf", "checkpoints/1/meta/metadata"):
+        (tmp_path / path).unlink()
+        assert upload(listing) == listing.files
+        upload.settle()
+        assert not upload.damaged
+    shutil.rmtree(tmp_path / "checkpoints/1")
     assert {path.split("/")[1] for path in upload(listing)} == {"2"}
+
+
+@pytest.mark.parametrize("lost", [["state/d/leaf"], ["state/d/leaf", "meta/metadata"]])
+def test_files_that_a_cleaner_deletes_stay_in_the_bucket_and_are_reported(tmp_path, lost):
+    store = buckets.MemoryStore()
+    checkpoint(tmp_path, 1)
+    whole = contents(tmp_path)
+    upload, listing = Upload(tmp_path, store, {}), Listing(tenure=1)
+    listing = listing.next(upload(listing))
+    upload.settle()
+    for path in lost:
+        (tmp_path / "checkpoints/1" / path).unlink()
+    reported = []
+    for number in range(3):
+        checkpoint(tmp_path, 2 + number)
+        before, listing = listing, listing.next(upload(listing))
+        upload.settle()
+        for key in before.keys - listing.keys:
+            store.delete(key)
+        reported.append(upload.damaged)
+        assert in_bucket(store, listing) == {**contents(tmp_path), **whole}
+    assert reported == [set(), {"checkpoints/1"}, {"checkpoints/1"}]
+
+
+def test_another_checkpoint_of_the_same_name_has_no_files_of_the_one_before(tmp_path):
+    """Also if those of the one before were not all fetched."""
+    store, there, here = buckets.MemoryStore(), tmp_path / "a", tmp_path / "b"
+    checkpoint(there, 1)
+    write(there, "checkpoints/1/state/d/other", b"of the first")
+    listing = Listing(tenure=1).next(Upload(there, store, {})(Listing(tenure=1)))
+    here.mkdir()
+    small = download(
+        here,
+        store,
+        listing.files,
+        lambda path: not copies.LARGE.fullmatch(path),
+        on_damage=lambda *_: pytest.fail(),
+    )
+    upload = Upload(here, store, small)
+    (here / "checkpoints/1").rename(here / "aside")
+    checkpoint(here, 1, b"second")
+    shutil.rmtree(here / "aside")
+    assert in_bucket(store, listing.next(upload(listing))) == contents(here)
+
+
+def test_a_look_that_a_rename_and_a_deletion_overtake_is_repeated(tmp_path, monkeypatch):
+    store = buckets.MemoryStore()
+    upload, listing = Upload(tmp_path, store, {}), Listing(tenure=1)
+    checkpoint(tmp_path, 1)
+    write(tmp_path, "goodput.jsonl", b"line")
+    walk, overtaken = copies._files, []
+
+    def overtake(path):
+        if path.name == "1" and len(overtaken) < 2:
+            overtaken.append(path)
+            checkpoint(tmp_path, 1 + len(overtaken))
+            shutil.rmtree(path)
+        if path.name == "goodput.jsonl" and len(overtaken) == 1:
+            path.rename(tmp_path / "goodput.1.jsonl")
+        return walk(path)
+
+    monkeypatch.setattr(copies, "_files", overtake)
+    files = upload(listing)
+    assert overtaken
+    monkeypatch.undo()
+    assert in_bucket(store, listing.next(files)) == contents(tmp_path)
+    assert {*files} == {
+        "checkpoints/2/meta/metadata",
+        "checkpoints/2/state/d/leaf",
+        "goodput.1.jsonl",
+    }
+
+
+def test_files_that_come_and_go_all_the_time_are_an_error(tmp_path, monkeypatch):
+    numbers = iter(range(1000))
+    monkeypatch.setattr(copies, "stamps", lambda folder: {"x": copies.Stamp(1, 1, next(numbers))})
+    with pytest.raises(FileNotFoundError, match="come and go"):
+        Upload(tmp_path, buckets.MemoryStore(), {})(Listing(tenure=1))
 
 
 def test_what_was_not_fetched_stays_until_its_checkpoint_is_deleted(tmp_path):

@@ -1,6 +1,8 @@
 """A keeper changes what is its own alone, and says that something is safe only once it is."""
 
 import contextlib
+import shutil
+import threading
 
 import buckets
 import pytest
@@ -10,7 +12,7 @@ from jaxgoodput.clock import SystemClock
 from jaxgoodput.workdir.copies import stamps
 from jaxgoodput.workdir.keeping import BucketKeeper
 from jaxgoodput.workdir.listing import KEY, content, read
-from jaxgoodput.workdir.objects import StoreError
+from jaxgoodput.workdir.objects import StoreError, Unavailable
 from jaxgoodput.workdir.places import workdir_of
 from jaxgoodput.workdir.tenure import Tenure
 
@@ -92,3 +94,61 @@ def test_workdirs_within_workdirs_leave_each_other_alone(tmp_path):
         with pytest.raises(ValueError, match="in which another workdir keeps its files"):
             workdir_of(url)
     workdir_of("gs://bucket/my-workdir.pieces/x")
+
+
+def test_a_step_that_is_saved_again_is_safe_only_once_it_is_copied_again(tmp_path):
+    store = buckets.MemoryStore()
+    answers = threading.Event()
+    answers.set()
+    store.before = lambda method, key: answers.wait(60) if method == "put" else None
+    folder = (tmp_path / "checkpoints/100").resolve()
+    with keeping(tmp_path, store) as keeper:
+        assert not keeper.is_safe(folder)
+        checkpoint(tmp_path, 100, b"first")
+        write(tmp_path, "checkpoints/100/state/d/other", b"of the first")
+        assert keeper.secure() is None
+        assert keeper.is_safe(folder)
+        answers.clear()
+        write(tmp_path, "damaged_checkpoints/x", b"")
+        folder.rename(tmp_path / "damaged_checkpoints/100")
+        checkpoint(tmp_path, 100, b"second")
+        assert not keeper.is_safe(folder)
+        answers.set()
+        assert keeper.secure() is None
+        assert keeper.is_safe(folder)
+        assert in_bucket(store) == contents(tmp_path)
+        shutil.rmtree(folder)
+        assert keeper.secure() is None
+        assert not keeper.is_safe(folder)
+
+
+def test_what_was_published_though_the_answer_was_lost_is_safe(tmp_path):
+    store, lost = buckets.MemoryStore(), []
+    replace = store.replace
+
+    def lose(key, data, generation):
+        done = replace(key, data, generation)
+        if b"checkpoints/1/" in data and not lost:
+            lost.append(key)
+            raise Unavailable("cut off")
+        return done
+
+    with keeping(tmp_path, store) as keeper:
+        store.replace = lose
+        checkpoint(tmp_path, 1)
+        assert "cut off" in (keeper.secure() or "")
+        assert keeper.secure() is None
+        assert keeper.is_safe((tmp_path / "checkpoints/1").resolve())
+
+
+def test_a_checkpoint_that_loses_files_here_is_named_and_stays_in_the_bucket(tmp_path, caplog):
+    store = buckets.MemoryStore()
+    with keeping(tmp_path, store) as keeper:
+        checkpoint(tmp_path, 1)
+        assert keeper.secure() is None
+        whole = in_bucket(store)
+        (tmp_path / "checkpoints/1/state/d/leaf").unlink()
+        for _ in range(4):
+            assert keeper.secure() is None
+        assert in_bucket(store) == whole
+    assert caplog.text.count(f"files have vanished from {tmp_path.resolve()}/checkpoints/1") == 1
