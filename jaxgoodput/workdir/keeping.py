@@ -43,6 +43,8 @@ class BucketKeeper:
         self._store = store
         self._on_lost = on_lost
         self._tenure = tenure
+        self.is_complete = False
+        """Whether `close` has copied everything."""
         self._news = threading.Condition()
         self._num_asked = self._num_done = (
             0  # calls of `secure`, and those that the last copy answers
@@ -87,26 +89,32 @@ class BucketKeeper:
                 self._fetch(lambda path: path.startswith(within) and self._is_away(path))
             )
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the last copy has copied everything."""
-        return self._lost is None and self._error is None
-
     def close(self) -> None:
         """Copy the rest, and give the workdir back; if that fails, a warning says what is missing."""
-        error = self.secure()
+        try:
+            error = self.secure()
+            self.is_complete = error is None
+            self._tell_what_is_missing(error)
+        finally:
+            try:
+                self._stop_copying()
+            finally:
+                self._give_back()
+
+    def _tell_what_is_missing(self, error: str | None) -> None:
         if error is not None:
             logging.warning(
                 "the last files of the run are not in %s (%s). They stay in %s until another run of this "
                 "workdir begins on this machine.",
                 *(self._store.url, error, self._folder),
             )
+
+    def _stop_copying(self) -> None:
         self._copier.stop()
         with self._news:
             self._has_ended = True
             self._news.notify_all()
         self._copier.join()
-        self._give_back()
 
     def __enter__(self) -> "BucketKeeper":
         return self

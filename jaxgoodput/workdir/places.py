@@ -163,10 +163,13 @@ class Bucket:
             except BaseException:
                 tenure.end()
                 raise
-            with BucketKeeper(self.folder, store, tenure, on_lost) as kept:
-                yield kept
-            if kept.is_complete:
-                self._clear()
+            kept = BucketKeeper(self.folder, store, tenure, on_lost)
+            try:
+                with kept:
+                    yield kept
+            finally:  # also after a stop, which is an exception
+                if kept.is_complete:
+                    self._clear()
 
     @contextlib.contextmanager
     def viewed(self, wanted: str = "") -> Iterator[View]:
@@ -243,9 +246,7 @@ def private_folder() -> pathlib.Path:
     named = pathlib.Path(os.environ.get("XDG_CACHE_HOME", ""))
     home = named if named.is_absolute() else pathlib.Path(os.path.expanduser("~/.cache"))
     folder = home / "jaxgoodput"
-    remedy = (
-        "This machine's copy of a workdir in a bucket lies there: set XDG_CACHE_HOME to a folder of your own."
-    )
+    remedy = "Copies of workdirs in buckets lie there: set XDG_CACHE_HOME to a folder of your own."
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

@@ -13,7 +13,7 @@ from jaxgoodput.workdir.copies import stamps
 from jaxgoodput.workdir.keeping import BucketKeeper
 from jaxgoodput.workdir.listing import KEY, content, read
 from jaxgoodput.workdir.objects import StoreError, Unavailable
-from jaxgoodput.workdir.places import workdir_of
+from jaxgoodput.workdir.places import Bucket, workdir_of
 from jaxgoodput.workdir.tenure import Tenure
 
 
@@ -152,3 +152,41 @@ def test_a_checkpoint_that_loses_files_here_is_named_and_stays_in_the_bucket(tmp
             assert keeper.secure() is None
         assert in_bucket(store) == whole
     assert caplog.text.count(f"files have vanished from {tmp_path.resolve()}/checkpoints/1") == 1
+
+
+def test_a_close_that_is_interrupted_gives_the_workdir_back(tmp_path, monkeypatch):
+    store = buckets.MemoryStore()
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), keeping(tmp_path, store) as keeper:
+        monkeypatch.setattr(keeper, "secure", interrupt)
+    assert read(store).listing.holder is None
+    assert not keeper.is_complete
+    assert not keeper._copier.is_alive
+    assert not keeper._renewer.is_alive
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_the_local_copy_goes_after_a_stop_unless_it_is_all_there_is(
+    tmp_path, monkeypatch, caplog, is_away
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    store = buckets.MemoryStore()
+    monkeypatch.setattr(Bucket, "store", lambda self, clock, patience_s: store)
+    bucket = workdir_of("gs://bucket/run")
+
+    def fail(method, key):
+        if method == "put":
+            raise Unavailable("away")
+
+    with pytest.raises(ZeroDivisionError), bucket.held(SystemClock(), pytest.fail):
+        if is_away:
+            store.before = fail
+        write(bucket.folder, "config.json", b"1")
+        raise ZeroDivisionError
+    assert (bucket.folder / "config.json").exists() == is_away
+    assert ("away" in caplog.text) == is_away
+    assert read(store).listing.holder is None
+    assert in_bucket(store) == ({} if is_away else {"config.json": b"1"})

@@ -1,6 +1,7 @@
 """One holder at a time: refused while it lives, taken when it has died, and the loser changes nothing."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 import threading
@@ -11,8 +12,8 @@ import pytest
 from jaxgoodput._disk import InUse
 from jaxgoodput._fields import serial
 from jaxgoodput.workdir import tenure
-from jaxgoodput.workdir.listing import KEY, Found, Holder, StoredPiece, packed, read
-from jaxgoodput.workdir.objects import PatientStore, StoreError, Unavailable
+from jaxgoodput.workdir.listing import KEY, Found, Holder, Listing, StoredPiece, packed, read
+from jaxgoodput.workdir.objects import Changed, PatientStore, StoreError, Unavailable
 from jaxgoodput.workdir.tenure import LEASE_S, RENEW_S, Tenure, WorkdirTaken, this_process
 
 FILES = {"a": (StoredPiece("workdir.pieces/1.1/a@0", 3, "sum"),)}
@@ -162,7 +163,7 @@ def test_a_request_whose_answer_is_lost_is_repeated_and_counts_once(store, clock
     assert lost
     assert read(store) == Found(holder.listing, store.objects[KEY].generation)
     assert holder.listing.files == FILES
-    assert holder.listing.turn == turn + 1 + arrives
+    assert holder.listing.turn == turn + 1
     holder.end()
 
 
@@ -200,3 +201,146 @@ def test_no_file_lies_outside_of_the_folder(store, path):
     store.put(KEY, packed(listing))
     with pytest.raises(StoreError, match="no path of a file within"):
         read(store)
+
+
+class Careless(buckets.MemoryStore):
+    """A store that does not look at one kind of condition."""
+
+    def __init__(self, ignored):
+        super().__init__()
+        self.ignored = ignored
+
+    def replace(self, key, data, generation):
+        if (generation is None) == (self.ignored == "If-None-Match"):
+            return self._write(key, data)
+        return super().replace(key, data, generation)
+
+
+@pytest.mark.parametrize("ignored", ["If-Match", "If-None-Match"])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_store_that_ignores_conditions_is_refused_and_left_free(clock, ignored, is_new):
+    store = Careless(ignored)
+    if not is_new:
+        store.put(KEY, packed(dataclasses.replace(Listing(turn=9, tenure=3), files=FILES)))
+    with pytest.raises(StoreError, match="ignores the conditions of writes"):
+        Tenure.begin(store, clock)
+    left = read(store).listing
+    assert left.holder is None
+    assert left.files == ({} if is_new else FILES)
+
+
+def test_a_store_that_refuses_every_condition_is_named(store, clock):
+    holder = Tenure.begin(store, clock)
+    asked = []
+
+    def refuse(key, data, generation):
+        asked.append(key)
+        raise Changed(key)
+
+    store.replace = refuse
+    clock.advance(RENEW_S)
+    for write in (holder.renew, holder.end, lambda: holder.publish(FILES)):
+        with pytest.raises(StoreError, match="refuses conditional writes"):
+            write()
+    assert len(asked) == 3
+    store.put(KEY, packed(read(store).listing.held_by(None)))
+    with pytest.raises(StoreError, match="refuses conditional writes"):
+        Tenure.begin(store, clock)
+
+
+def test_a_store_that_changes_at_every_turn_ends_the_attempts(store, clock):
+    holder = Tenure.begin(store, clock)
+
+    def change(method, key):
+        if method == "replace":
+            found = read(store)
+            store.put(KEY, packed(found.listing.next({})))
+
+    store.before = change
+    with pytest.raises(StoreError, match="refuses conditional writes"):
+        holder.publish(FILES)
+
+
+def test_time_in_which_a_watcher_cannot_read_does_not_count(store, clock):
+    held_elsewhere(store)
+    reads = []
+
+    def slow(method, key):
+        if method == "get":
+            reads.append(clock.now())
+            if len(reads) in (5, 9):
+                clock.advance(LEASE_S)
+
+    store.before = slow
+    Tenure.begin(store, clock)
+    assert LEASE_S <= clock.now() - (reads[8] + LEASE_S) <= LEASE_S + 1
+
+
+def test_a_holder_that_renews_when_the_store_is_back_is_not_replaced(store, clock):
+    held_elsewhere(store)
+
+    def away(method, key):
+        if method == "get" and 1 < clock.now() < LEASE_S:
+            clock.advance(2 * LEASE_S)  # the answer is from before
+        elif method == "get" and clock.now() > 2 * LEASE_S + RENEW_S:
+            store.before = lambda method, key: None
+            renew_elsewhere(store)
+
+    store.before = away
+    with pytest.raises(InUse, match="process 7 on far"):
+        Tenure.begin(store, clock)
+
+
+def test_giving_back_succeeds_though_the_answer_is_lost(store, clock):
+    holder = Tenure.begin(PatientStore(store, clock, patience_s=5.0), clock)
+    holder.publish(FILES)
+    wanted, lost = holder.listing.held_by(None), []
+
+    def lose(method, key):
+        if method == "replace" and not lost:
+            lost.append(key)
+            store.replace(KEY, packed(wanted), store.objects[KEY].generation)
+            raise Unavailable("cut off")
+
+    store.before = lose
+    holder.end()
+    assert lost
+    assert read(store).listing == wanted
+
+
+def test_a_listing_that_was_deleted_is_not_taken_for_another_run(store, clock):
+    holder = Tenure.begin(store, clock)
+    store.delete(KEY)
+    with pytest.raises(WorkdirTaken, match="workdir.json, which says .* was deleted.*life cycle"):
+        holder.publish(FILES)
+    assert KEY not in store.objects
+
+
+def test_a_process_that_the_kernel_hides_is_not_taken_for_dead(store, clock, tmp_path, monkeypatch):
+    """/proc may be mounted so that it shows a user's own processes only."""
+    with subprocess.Popen(["sleep", "100"]) as child:
+        started = tenure._started(child.pid)
+        assert started
+        holder = dataclasses.replace(this_process(), pid=child.pid, started=started)
+        assert tenure.runs_here(holder)
+        (tmp_path / "sys/kernel/random").mkdir(parents=True)
+        (tmp_path / "self/ns").mkdir(parents=True)
+        boot = (tenure.PROC / "sys/kernel/random/boot_id").read_text()
+        (tmp_path / "sys/kernel/random/boot_id").write_text(boot)
+        (tmp_path / "self/ns/pid").symlink_to(os.readlink(tenure.PROC / "self/ns/pid"))
+        monkeypatch.setattr(tenure, "PROC", tmp_path)
+        assert not tenure.has_ended(holder)
+        assert not tenure.runs_here(holder)
+        store.replace(KEY, packed(read(store).listing.held_by(holder)), None)
+        Tenure.begin(store, clock).end()
+        assert LEASE_S <= clock.now() <= LEASE_S + 1
+        child.kill()
+    assert tenure.has_ended(holder)
+
+
+def test_a_process_of_another_user_is_there(monkeypatch):
+    def kill(pid, signal):
+        raise PermissionError(pid)
+
+    monkeypatch.setattr(tenure.os, "kill", kill)
+    assert tenure._is_there(1)
