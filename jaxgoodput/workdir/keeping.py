@@ -75,8 +75,16 @@ class BucketKeeper:
                 return f"{self._store.url} was given back already"
             return self._lost or self._error
 
+    @property
+    def error(self) -> str | None:
+        """Why the last copy has failed; None if it has not. The next copy is tried within seconds."""
+        return self._lost or self._error
+
     def is_safe(self, folder: pathlib.Path) -> bool:
-        """Return whether the checkpoint in a folder, as it is now, is in the bucket."""
+        """Return whether the checkpoint in a folder, as it is now, is in the bucket.
+
+        If the folder is gone, return whether the bucket still has the checkpoint.
+        """
         within = f"{folder.relative_to(self._folder).as_posix()}/"
         is_listed = any(path.startswith(within) for path in self._tenure.listing.files)
         return is_listed and self._upload.is_settled(folder)

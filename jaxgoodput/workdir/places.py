@@ -39,8 +39,16 @@ class Keeper(Protocol):
         """Return when all that was written before is safe: None, or why it is not."""
         ...
 
+    @property
+    def error(self) -> str | None:
+        """Why what was written last is not safe, as far as is known; None if nothing has failed."""
+        ...
+
     def is_safe(self, folder: pathlib.Path) -> bool:
-        """Return whether the checkpoint in a folder is where it survives the loss of this machine's copy."""
+        """Return whether the checkpoint in a folder is where it survives the loss of this machine's copy.
+
+        If the folder is gone, this is about the checkpoint that was there last.
+        """
         ...
 
     def bring(self, folder: pathlib.Path) -> None:
@@ -76,9 +84,13 @@ class FolderKeeper:
     def secure(self) -> str | None:
         """Do nothing."""
 
+    @property
+    def error(self) -> str | None:
+        """None: nothing can fail later."""
+
     def is_safe(self, folder: pathlib.Path) -> bool:
-        """Return True: what is in the folder is there."""
-        return True
+        """Return whether the folder is there."""
+        return folder.is_dir()
 
     def bring(self, folder: pathlib.Path) -> None:
         """Do nothing."""

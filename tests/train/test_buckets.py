@@ -30,6 +30,7 @@ from jaxgoodput.train.control import NotSaved
 from jaxgoodput.train.start.restoring import hold_workdir
 from jaxgoodput.workdir import places
 from jaxgoodput.workdir.listing import KEY, PIECES, packed, read
+from jaxgoodput.workdir.objects import Unavailable
 from jaxgoodput.workdir.places import Bucket, workdir_of
 
 WORKER = pathlib.Path(__file__).with_name("bucket_worker.py")
@@ -267,6 +268,98 @@ def test_a_folder_that_others_could_write_to_is_refused(tmp_path):
     (tmp_path / "jaxgoodput").write_text("a file")
     with pytest.raises(PermissionError, match="cannot make the folder.*set XDG_CACHE_HOME"):
         workdir_of("gs://bucket/run")
+
+
+# -- stores that are slow or away, without an emulator --------------------------------------------------
+
+
+ONE = jax.devices()[:1]
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """A store in memory, which all buckets are."""
+    store = buckets.MemoryStore()
+    monkeypatch.setattr(Bucket, "store", lambda self, clock, patience_s: store)
+    return store
+
+
+def of_checkpoints(method, key):
+    return method == "put" and "/checkpoints/" in key
+
+
+@pytest.mark.nightly
+def test_a_store_that_is_away_does_not_hold_up_steps(memory):
+    """Once a copy has failed, a save does not wait for the next one: it would never come here."""
+    goes_on, waited = threading.Event(), []
+
+    def fail(method, key):
+        if of_checkpoints(method, key):
+            raise Unavailable("away")
+
+    def hang(method, key):
+        if of_checkpoints(method, key):
+            waited.append(goes_on.wait(60))
+            raise Unavailable("away")
+
+    class Away(Recorder):
+        def on_event(self, event):
+            super().on_event(event)
+            is_failure = isinstance(event, Checkpoint) and event.error is not None
+            if is_failure and memory.before is fail:
+                memory.before = hang
+
+    def then(event):
+        if event.step == 2:
+            memory.before = fail
+        if event.step == 28:
+            memory.before = lambda method, key: None
+            goes_on.set()
+
+    hook = Away(then)
+    state = Counting(settings("gs://bucket/away", epochs=5), hooks=[hook], devices=ONE).fit()
+    assert counted(state) == {5.0}
+    assert all(waited)
+    assert len([e for e in hook.of(Checkpoint) if "away" in (e.error or "")]) >= 3
+    same(jg.load("gs://bucket/away")[0], jax.device_get(state.params))
+
+
+@pytest.mark.slow
+def test_what_is_in_the_bucket_counts_though_it_was_deleted_here(memory):
+    def fail(method, key):
+        if of_checkpoints(method, key):
+            raise Unavailable("away")
+
+    def then(event):
+        if event.step == 6:
+            while not any("checkpoints/" in x for x in read(memory).listing.files):
+                time.sleep(0.01)
+            memory.before = fail
+
+    with pytest.raises(NotSaved) as stopped:
+        Counting(
+            settings("gs://bucket/run", epochs=5, saving__keep=1),
+            hooks=[Recorder(then)],
+            devices=ONE,
+        ).fit()
+    there = {int(p.split("/")[1]) for p in read(memory).listing.files if "checkpoints/" in p}
+    here = {int(x.name) for x in (workdir_of("gs://bucket/run").folder / "checkpoints").iterdir()}
+    assert there.isdisjoint(here)
+    assert stopped.value.safe_step == max(there)
+
+
+@pytest.mark.nightly
+def test_a_slow_copy_does_not_count_as_hanging(memory, caplog):
+    def slow(method, key):
+        if of_checkpoints(method, key) and key.endswith("meta/metadata@0"):
+            memory.before = lambda method, key: None
+            time.sleep(12)
+
+    memory.before = slow
+    changed = {"epochs": 5, "saving__hang_after_s": 4.0}
+    trainer = Counting(settings("gs://bucket/slow", **changed), devices=ONE)
+    assert counted(trainer.fit()) == {5.0}
+    assert "hangs" not in caplog.text
 
 
 # -- kills ------------------------------------------------------------------------------------------------

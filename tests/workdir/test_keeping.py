@@ -100,7 +100,12 @@ def test_a_step_that_is_saved_again_is_safe_only_once_it_is_copied_again(tmp_pat
     store = buckets.MemoryStore()
     answers = threading.Event()
     answers.set()
-    store.before = lambda method, key: answers.wait(60) if method == "put" else None
+
+    def be_slow(method, key):
+        if method == "put":
+            answers.wait(60)
+
+    store.before = be_slow
     folder = (tmp_path / "checkpoints/100").resolve()
     with keeping(tmp_path, store) as keeper:
         assert not keeper.is_safe(folder)

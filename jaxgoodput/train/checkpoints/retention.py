@@ -9,15 +9,17 @@ from jaxgoodput.train.config import Saving
 
 
 class Note(NamedTuple):
-    """The facts about a checkpoint that decide whether it is kept."""
+    """The facts about a checkpoint that decide whether it is kept, and whether it counts."""
 
     progress: float = 0.0  # base steps
     value: float = math.nan  # of the metric `Saving.best`; NaN without an evaluation
+    is_certified: bool = False
 
     @classmethod
     def of(cls, meta: CheckpointMeta, saving: Saving) -> "Note":
         """Return the note of a checkpoint; `saving` names the metric."""
-        return cls(meta.progress, meta.metrics.get(saving.best or "", math.nan))
+        value = meta.metrics.get(saving.best or "", math.nan)
+        return cls(meta.progress, value, meta.is_certified is True)
 
 
 def kept(notes: Mapping[int, Note], saving: Saving) -> set[int]:

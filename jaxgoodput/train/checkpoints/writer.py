@@ -20,6 +20,7 @@ import math
 import pathlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,11 +87,19 @@ class Checkpoints:
         self._manager = self._open()
         self._writing = 0  # step handed to the writer last
 
-    def save(self, state: TrainState, meta: CheckpointMeta) -> str | None:
+    def save(
+        self,
+        state: TrainState,
+        meta: CheckpointMeta,
+        *,
+        paused: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> str | None:
         """Hand the state to the writer, and return once its values are copied off the devices.
 
-        Returns None, or what went wrong with this save or the one before. If the state spans processes, all
-        of them must call this together.
+        Returns None, or what went wrong with this save or the one before. If the keeper still copies the one
+        before, this waits within `paused()`, so that checkpoints are not written faster than they are copied;
+        but not if its last copy has failed. If the state spans processes, all of them must call this
+        together.
         """
         if self._spans:
             error = self._error_anywhere()
@@ -98,7 +107,7 @@ class Checkpoints:
             return None
         else:
             # Orbax would wait, too, and raise as this save's failure what was the earlier one's.
-            error = self._finish()
+            error = self._finish_writing() or self._kept_up(paused)
         step = self._writing = meta.step
         if (
             self._manager.latest_step() == step
@@ -147,8 +156,14 @@ class Checkpoints:
     def newest(self) -> int | None:
         """Return the newest step whose checkpoint is complete and certified; None if there is none."""
         # A folder gets its final name only when it is complete, checksums included.
-        labels = [x for x in labels_in(self._directory) if x.is_certified]
-        return max((x.step for x in labels if self.keeper.is_safe(x.folder)), default=None)
+        labels = labels_in(self._directory)
+        found = {x.step: x.folder for x in labels if x.is_certified}
+        # What was deleted here stays with the keeper until a newer one is safe there.
+        here = {x.folder.name for x in labels}
+        for number, step in [*self._steps.items()]:
+            if str(number) not in here and self._notes.get(step, Note()).is_certified:
+                found.setdefault(step, self._directory / str(number))
+        return max((x for x, folder in found.items() if self.keeper.is_safe(folder)), default=None)
 
     def best(self) -> int | None:
         """Return the step with the best value of `Saving.best`; None if no checkpoint has one."""
@@ -190,6 +205,7 @@ class Checkpoints:
             return
         for label in labels_in(self._directory):
             if label.is_certified is False:
+                self.keeper.bring(label.folder)
                 self._move_away(label.folder, SPOILT)
         right = folders_by_step(self._directory)
         wrong = {step: x for step, x in right.items() if x.name != str(step)}
@@ -197,6 +213,7 @@ class Checkpoints:
             logging.warning(
                 "the folder %s holds the checkpoint of step %d, and is renamed.", folder, step
             )
+            self.keeper.bring(folder)
             # First out of each other's way. This name is a number, too, if the process ends here.
             folder.rename(folder.with_name(f"0{folder.name}"))
         for step, folder in wrong.items():
@@ -331,16 +348,35 @@ class Checkpoints:
         )
 
     def _finish(self) -> str | None:
+        """Wait until the last save is safe; returns what went wrong."""
+        return self._finish_writing() or self._secured()
+
+    def _finish_writing(self) -> str | None:
+        """Wait until the last save is on the disk; returns what went wrong."""
         try:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
             _disk.sync_folder(self._directory)
         except Exception as failure:
             return self._failed(failure)
-        if not self._writing or self.keeper.is_safe(self._directory / str(self._writing)):
+        return None
+
+    def _kept_up(self, paused: Callable[[], AbstractContextManager[object]]) -> str | None:
+        """Wait until the last save is safe, unless that fails at present; returns what went wrong."""
+        if self._is_safe():
             return None
-        error = self.keeper.secure()
-        return None if error is None else f"step {self._writing}: {error}"
+        if (error := self.keeper.error) is not None:
+            return f"step {self._writing}: {error}"
+        with paused():
+            return self._secured()
+
+    def _secured(self) -> str | None:
+        """Wait until the last save, which is on the disk, is safe; returns what went wrong."""
+        error = None if self._is_safe() else self.keeper.secure()
+        return None if error is None or self._is_safe() else f"step {self._writing}: {error}"
+
+    def _is_safe(self) -> bool:
+        return not self._writing or self.keeper.is_safe(self._directory / str(self._writing))
 
     def _seal(self) -> None:
         for folder in self._directory.glob(TEMPORARY):  # one is written at a time

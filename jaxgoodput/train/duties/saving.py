@@ -63,7 +63,7 @@ class Saver:
                     error = error or f"step {meta.step}: {ELSEWHERE}"
             if error is None:
                 state = self.start.run.to_save(self.start.now)
-                error = self.start.checkpoints.save(state, meta)
+                error = self.start.checkpoints.save(state, meta, paused=self.start.now.paused)
             if wait:  # in every process, even if this one has failed: the others wait for it
                 failed = self.start.checkpoints.wait(alone=not decisions.is_together)
                 error = error or failed
@@ -104,7 +104,8 @@ class Saver:
     def diverged(self, why: str, remedy: str) -> Diverged:
         """Return the error for a run that cannot go on, which names the last certified checkpoint."""
         # The newest one may still be on its way to the disk.
-        error = self.start.checkpoints.wait(alone=True)
+        with self.start.now.paused():
+            error = self.start.checkpoints.wait(alone=True)
         safe = self.safe_step()
         held = "No checkpoint is certified" if safe is None else f"Step {safe} is certified"
         later = f"; a later one could not be written ({error})" if error is not None else ""
@@ -133,9 +134,10 @@ class Saver:
             if aside is not None:
                 aside.close()
             return f"The state could not be set aside ({error or ELSEWHERE})."
-        error = aside.save(self.start.run.to_save(self.start.now), meta)
-        error = aside.wait(alone=not decisions.is_together) or error
-        aside.close()
+        with self.start.now.paused():
+            error = aside.save(self.start.run.to_save(self.start.now), meta)
+            error = aside.wait(alone=not decisions.is_together) or error
+            aside.close()
         if error is not None:
             return f"The state could not be set aside ({error})."
         return f"The state is set aside in {workdir}/{SPOILT}/{meta.step}."
