@@ -69,7 +69,7 @@ class Upload:
 
     `known` are the files that are in both already. A file of the listing that was not copied into the folder
     stays in the listing as long as the folder of its checkpoint is there. So does one that has vanished from
-    it: whoever deletes a checkpoint deletes the folder, too.
+    it: to delete a checkpoint is to delete its folder.
     """
 
     def __init__(self, folder: pathlib.Path, store: ObjectStore, known: Mapping[str, Stamp]):

@@ -232,7 +232,7 @@ def _started(pid: int) -> str | None:
 
 
 def _is_there(pid: int) -> bool:
-    """Return whether there is a process of this number, whoever it belongs to."""
+    """Return whether there is a process of this number, of any user."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
