@@ -11,7 +11,7 @@ from problems import Counting, counting_config
 
 from jaxgoodput.observe.hooks import Hook
 
-NUM_SAMPLES = 160
+NUM_SAMPLES = 1280
 
 
 class Say(Hook):
