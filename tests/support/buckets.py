@@ -257,6 +257,7 @@ def faulty(store: Emulator, faults: Faults) -> Iterator[Emulator]:
             if fault.status is not None:
                 self.send_response(fault.status)
                 self.send_header("Content-Length", "0")
+                self.send_header("Connection", "close")
                 self.end_headers()
                 return
             if fault.cut_after is not None:
@@ -274,6 +275,7 @@ def faulty(store: Emulator, faults: Faults) -> Iterator[Emulator]:
                     self.send_header(name, value)
             if self.command != "HEAD":
                 self.send_header("Content-Length", str(len(answer)))
+            self.send_header("Connection", "close")
             self.end_headers()
             self.wfile.write(answer)
 
