@@ -24,12 +24,12 @@ def main(workdir, fatal=None):
     saves = [0]
     save = Checkpoints.save
 
-    def dies(self, state, meta):
+    def dies(self, state, meta, **given):
         saves[0] += 1
         if saves[0] == fatal:
             self.wait()  # the one before is safe, as it mostly is
             os.kill(os.getpid(), signal.SIGKILL)
-        return save(self, state, meta)
+        return save(self, state, meta, **given)
 
     Checkpoints.save = dies
     Two(settings(workdir, **SAVED)).fit()

@@ -31,6 +31,7 @@ from jaxgoodput.train.start import value_checks
 from jaxgoodput.train.start.lost_values import Origin, any_not_finite, floats
 from jaxgoodput.train.start.problem import problem_of
 from jaxgoodput.train.start.value_checks import ValueChecks, origin_of
+from jaxgoodput.workdir.places import FolderView
 
 BAD = (np.nan, np.inf, -np.inf)
 LARGE = (4, 5000)  # 20,000 elements: more than a step checks
@@ -121,7 +122,7 @@ def folders(workdir, name="checkpoints"):
 def held(workdir):
     """Every value of every checkpoint that is called good."""
     for step in folders(workdir):
-        saved = SavedCheckpoint.find(str(workdir), step, best=False)
+        saved = SavedCheckpoint.find(FolderView(str(workdir)), step, best=False)
         wanted = {
             path: jax.ShapeDtypeStruct(kind.shape, jnp.dtype(kind.dtype))
             for path, kind in saved.meta.leaves.items()
@@ -561,7 +562,7 @@ def test_an_evaluation_that_is_nan_is_never_the_best(tmp_path):
     )
     NanMetrics(settings, loop=InStep).fit()
     assert json.loads((tmp_path / "config.json").read_text())["saving"]["best"] == "distance"
-    best = SavedCheckpoint.find(str(tmp_path), None, best=True)
+    best = SavedCheckpoint.find(FolderView(str(tmp_path)), None, best=True)
     assert np.isfinite(best.meta.metrics["distance"]) and best.meta.step < 12
 
 
@@ -589,7 +590,7 @@ def test_the_name_of_a_folder_is_not_believed(swapped):
     found.close()
     params, _ = jg.load(str(workdir))
     np.testing.assert_array_equal(params["w"], state.params["w"])
-    assert SavedCheckpoint.find(str(workdir), 6, best=False).folder.name == "3"
+    assert SavedCheckpoint.find(FolderView(str(workdir)), 6, best=False).folder.name == "3"
     # A run names them anew, goes on from the newest, and deletes the oldest.
     seen = Recorder()
     trainer = Mean(config(workdir, epochs=2, saving__keep=2), hooks=[seen])

@@ -70,7 +70,7 @@ class SavedCheckpoint:
                 f"best=True and step={step} exclude each other: give one of them to choose a checkpoint."
             )
         if best:
-            step = _best_of(root, folders, saving)
+            step = _best_of(view, folders, saving)
         folder = folders[max(folders) if step is None else step]
         view.bring(folder)
         saved = or_named(folder, lambda: cls.at(folder))
@@ -155,11 +155,11 @@ def load(
     return tree["params"], tree.get("model_state", ())
 
 
-def _best_of(root: pathlib.Path, folders: Mapping[int, pathlib.Path], saving: Saving | None) -> int:
+def _best_of(view: View, folders: Mapping[int, pathlib.Path], saving: Saving | None) -> int:
     """Return the step of the best checkpoint by `saving`; if None, by the settings that the run left."""
     if saving is None:
-        settings = json.loads((root.parent / "config.json").read_text())
-        return _best_of(root, folders, decode(settings["saving"], Saving, "config.json"))
+        settings = json.loads((view.folder / "config.json").read_text())
+        return _best_of(view, folders, decode(settings["saving"], Saving, "config.json"))
     metas = {
         step: or_named(folder, lambda folder=folder: SavedCheckpoint.at(folder)).meta
         for step, folder in folders.items()
@@ -167,7 +167,7 @@ def _best_of(root: pathlib.Path, folders: Mapping[int, pathlib.Path], saving: Sa
     found = best_step({step: Note.of(meta, saving) for step, meta in metas.items()}, saving)
     if found is None:
         raise FileNotFoundError(
-            f"no checkpoint in the workdir has a value of Saving.best, which is {saving.best!r}. Set it to a "
+            f"no checkpoint in {view.name} has a value of Saving.best, which is {saving.best!r}. Set it to a "
             "metric of the evaluations during training, or name a step."
         )
     return found
