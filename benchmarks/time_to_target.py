@@ -53,13 +53,6 @@ quickstart: Any = importlib.import_module("quickstart")
 recommender: Any = importlib.import_module("recommender")
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("workloads", ["recommender", "digits", "lm"], "Which tables.")
-flags.DEFINE_integer("seeds", 5, "Runs of each side.")
-flags.DEFINE_list("grid", [], "Fixed global batches, instead of each workload's own grid.")
-flags.DEFINE_list(
-    "sides", [], "Only sides whose name contains one of these; all but cold by default."
-)
-flags.DEFINE_bool("verbose", False, "Print every run and every change of the batch.")
 
 ALPHA = 2.0
 
@@ -454,4 +447,11 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
+    flags.DEFINE_list("workloads", ["recommender", "digits", "lm"], "Which tables.")
+    flags.DEFINE_integer("seeds", 5, "Runs of each side.")
+    flags.DEFINE_list("grid", [], "Fixed global batches, instead of each workload's own grid.")
+    flags.DEFINE_list(
+        "sides", [], "Only sides whose name contains one of these; all but cold by default."
+    )
+    flags.DEFINE_bool("verbose", False, "Print every run and every change of the batch.")
     app.run(main)

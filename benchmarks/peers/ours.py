@@ -162,6 +162,8 @@ class Turn(jg.Hook):
     def on_step_end(self, event, /):
         if event.at_s < self.begin_s or (self.at and event.step < self.begin + self.updates):
             return
+        if len(self.at) == 2:  # the rest of a block of steps
+            return
         self.at.append((event.at_s, time.process_time()))
         if len(self.at) == 1:
             self.begin = event.step
