@@ -18,7 +18,7 @@ from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.observe.dashboard.tags import pinned_link
 from jaxgoodput.observe.dashboard.tensorboard import DIRECTORY
 from jaxgoodput.observe.report import run_names
-from jaxgoodput.workdir.places import View, workdir_of
+from jaxgoodput.workdir.places import View, is_bucket, workdir_of
 
 FIRST_PORT, NUM_PORTS = 6006, 100
 LOOK_S, LIMIT_S = 0.2, 60.0
@@ -84,7 +84,8 @@ def show(
     with contextlib.ExitStack() as stack:
         views = [stack.enter_context(workdir_of(x).viewed(CURVES)) for x in workdirs]
         told = command(named(workdirs, [view.folder for view in views]), port)
-        stack.enter_context(Worker("refresh", partial(_refresh, views)))
+        if any(map(is_bucket, workdirs)):
+            stack.enter_context(Worker("refresh", partial(_refresh, views)))
         return _serve(told, port, look, clock)
 
 

@@ -31,7 +31,7 @@ NUM_AT_ONCE = 4  # requests; each holds a piece in memory
 COMPILED = "compilation_cache"
 LEFT_OUT = re.compile(rf"{COMPILED}|\..*|.*\.tmp|.*\.part|{LOCK}|.*\.orbax-checkpoint-tmp.*")
 # Files that are only ever appended to. Others are written again as a whole if they have changed.
-GROWING = re.compile(r"goodput(\.\d+)?\.jsonl|tensorboard/.*events.*")
+GROWING = re.compile(r"goodput(\.\d+)?\.jsonl|scalars\.csv|tensorboard/.*events.*")
 # Folders whose files appear and vanish together.
 _CHECKPOINT = r"(?:checkpoints|damaged_checkpoints|spoilt_checkpoints)/[^/]+"
 AS_ONE = re.compile(rf"({_CHECKPOINT})/.*")

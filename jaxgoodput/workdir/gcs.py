@@ -17,7 +17,6 @@ from google.cloud import storage
 from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 
 from jaxgoodput.workdir.objects import (
-    CONNECT_S,
     REQUEST_S,
     Changed,
     StoredObject,
@@ -25,8 +24,10 @@ from jaxgoodput.workdir.objects import (
     Unavailable,
 )
 
-# Of every request: it is made once, see `PatientStore`.
-ONCE: Mapping[str, Any] = {"retry": None, "timeout": (CONNECT_S, REQUEST_S)}
+# Of every request: it is made once, see `PatientStore`. The first number limits connecting, and how long it
+# may take to send what the client hands over at once, which is a part of a large object (`PART_BYTES`).
+ONCE: Mapping[str, Any] = {"retry": None, "timeout": (REQUEST_S, REQUEST_S)}
+PART_BYTES = 2 * 2**20  # a multiple of 256 KiB
 # Codes that ask to try again, beside those of 500 and above.
 LATER = (408, 429)
 
@@ -75,7 +76,7 @@ class GcsStore:
             self._bucket.blob(self._prefix + key).delete(**ONCE)
 
     def _write(self, key: str, data: bytes, generation: int | None) -> str:
-        blob = self._bucket.blob(self._prefix + key)
+        blob = self._bucket.blob(self._prefix + key, chunk_size=PART_BYTES)
         try:
             with self._telling(f"write {key}"):
                 blob.upload_from_string(

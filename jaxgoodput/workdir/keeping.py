@@ -50,8 +50,10 @@ class BucketKeeper:
             0  # calls of `secure`, and those that the last copy answers
         )
         self._error: str | None = None  # of the last copy
+        self._is_store_away = False  # whether that was for want of the store
         self._damaged: frozenset[str] = frozenset()  # see `Upload.damaged`
         self._lost: str | None = None  # why nothing can be copied any more
+        self._is_taken = False  # whether that is because another process has the workdir
         self._has_ended = False  # whether nothing is copied any more
         self._copying = threading.Lock()  # nothing is copied in both directions at once
         self._renewer = Worker("renew", self._renew, on_error=self._broken)
@@ -76,9 +78,9 @@ class BucketKeeper:
             return self._lost or self._error
 
     @property
-    def error(self) -> str | None:
-        """Why the last copy has failed; None if it has not. The next copy is tried within seconds."""
-        return self._lost or self._error
+    def unreachable(self) -> str | None:
+        """Why the store could not be used by the last copy; None if it could. It is tried again soon."""
+        return self._lost or (self._error if self._is_store_away else None)
 
     def is_safe(self, folder: pathlib.Path) -> bool:
         """Return whether the checkpoint in a folder, as it is now, is in the bucket.
@@ -145,12 +147,14 @@ class BucketKeeper:
                 )
                 number = self._num_asked
             with self._copying:
-                error = self._copied()
+                failure = self._copied()
             with self._news:
+                error = None if failure is None else f"{type(failure).__name__}: {failure}"
                 self._num_done, self._error = number, error
+                self._is_store_away = isinstance(failure, StoreError)
                 self._news.notify_all()
 
-    def _copied(self) -> str | None:
+    def _copied(self) -> OSError | None:
         """Copy what has changed; returns what went wrong. Raises WorkdirTaken."""
         try:
             before = self._tenure.listing
@@ -163,14 +167,13 @@ class BucketKeeper:
             self._upload.settle()
             self._delete(replaced.keys - self._tenure.listing.keys)
         except OSError as failure:
-            error = f"{type(failure).__name__}: {failure}"
             if self._error is None:
                 logging.warning(
-                    "files of the run could not be copied to %s: %s. Training goes on, and they are copied "
-                    "when that is possible again.",
-                    *(self._store.url, error),
+                    "files of the run could not be copied to %s (%s: %s). Training goes on, and they are "
+                    "copied when that is possible again.",
+                    *(self._store.url, type(failure).__name__, failure),
                 )
-            return error
+            return failure
         return None
 
     def _tell_of_damage(self) -> None:
@@ -196,6 +199,7 @@ class BucketKeeper:
         """Stop the run: another process has the workdir, or copying has failed in an unforeseen way."""
         with self._news:
             is_first = self._lost is None
+            self._is_taken = isinstance(failure, WorkdirTaken)
             self._lost = str(failure) if isinstance(failure, WorkdirTaken) else repr(failure)
             self._has_ended = True
             self._news.notify_all()
@@ -229,7 +233,7 @@ class BucketKeeper:
 
     def _give_back(self) -> None:
         self._renewer.close()
-        if self._lost is not None:
+        if self._is_taken:
             return
         try:
             self._tenure.end()

@@ -6,6 +6,7 @@ counts as saved once it is in the bucket (`Keeper`). Readers, which do not hold 
 """
 
 import contextlib
+import functools
 import hashlib
 import os
 import pathlib
@@ -40,8 +41,8 @@ class Keeper(Protocol):
         ...
 
     @property
-    def error(self) -> str | None:
-        """Why what was written last is not safe, as far as is known; None if nothing has failed."""
+    def unreachable(self) -> str | None:
+        """Why nothing that is written can become safe at present; None if it can."""
         ...
 
     def is_safe(self, folder: pathlib.Path) -> bool:
@@ -85,7 +86,7 @@ class FolderKeeper:
         """Do nothing."""
 
     @property
-    def error(self) -> str | None:
+    def unreachable(self) -> str | None:
         """None: nothing can fail later."""
 
     def is_safe(self, folder: pathlib.Path) -> bool:
@@ -142,15 +143,20 @@ class Folder:
 
 
 class Bucket:
-    """A workdir that is a prefix of a bucket. `folder` is this machine's copy."""
+    """A workdir that is a prefix of a bucket."""
 
     takes_processes = False
 
     def __init__(self, kind: str, bucket: str, prefix: str):
         self.name = f"{kind}://{bucket}/{prefix}".rstrip("/")
         self._kind, self._bucket, self._prefix = kind, bucket, prefix
+        self._title = prefix.rpartition("/")[2] or bucket
+
+    @functools.cached_property
+    def folder(self) -> pathlib.Path:
+        """This machine's copy. Raises PermissionError if the folder of all copies cannot be used."""
         mark = hashlib.sha256(self.name.encode()).hexdigest()[:16]
-        self.folder = private_folder() / mark / (prefix.rpartition("/")[2] or bucket)
+        return private_folder() / mark / self._title
 
     @property
     def identity(self) -> str:
@@ -196,7 +202,7 @@ class Bucket:
             return expression.fullmatch(path) is not None and not LARGE.fullmatch(path)
 
         with tempfile.TemporaryDirectory(prefix="jaxgoodput-") as scratch:
-            folder = pathlib.Path(scratch) / self.folder.name
+            folder = pathlib.Path(scratch) / self._title
             view = BucketView(self.name, folder, store, is_wanted)
             view.refresh()
             yield view
@@ -239,6 +245,12 @@ def require_known(workdir: str) -> None:
             raise ValueError(
                 f"Config.workdir={workdir!r} lies below {PIECES}, in which another workdir keeps its files. "
                 "Name another one."
+            )
+        prefix = workdir.split("://", 1)[1].strip("/").split("/")
+        if {"", ".", ".."} & {*prefix}:
+            raise ValueError(
+                f"Config.workdir={workdir!r} has a part that is empty, . or .., which a bucket would keep as "
+                "it is and this machine's copy would not. Leave it out."
             )
         return
     raise ValueError(

@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import http.server
+import math
 import os
 import pathlib
 import re
@@ -227,6 +228,7 @@ class Faults:
     """Decides on the fault of each request; counts what came and what was done to it."""
 
     choose: Callable[[Request], Fault | None] = lambda request: None
+    bytes_per_s: float = math.inf  # that the proxy reads
     num_requests: int = 0
     num_faults: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -288,11 +290,19 @@ def faulty(store: Emulator, faults: Faults) -> Iterator[Emulator]:
             if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
                 body = b""
                 while size := int(self.rfile.readline().strip() or b"0", 16):
-                    body += self.rfile.read(size)
+                    body += self._read(size)
                     self.rfile.readline()
                 self.rfile.readline()
                 return body
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            return self._read(int(self.headers.get("Content-Length") or 0))
+
+        def _read(self, num_bytes: int) -> bytes:
+            parts = []
+            while num_bytes > 0 and (part := self.rfile.read(min(num_bytes, 2**16))):
+                parts.append(part)
+                num_bytes -= len(part)
+                time.sleep(len(part) / faults.bytes_per_s)
+            return b"".join(parts)
 
         def _headers(self, length: int) -> dict[str, str]:
             hop = ("expect", "transfer-encoding", "connection", "content-length")
@@ -323,6 +333,8 @@ def faulty(store: Emulator, faults: Faults) -> Iterator[Emulator]:
             """A client that was killed is none of our business."""
 
     server = Server(("127.0.0.1", 0), Handler)
+    # Connections inherit it: what the proxy has not read yet waits at the client.
+    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:

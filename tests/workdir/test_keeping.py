@@ -173,6 +173,53 @@ def test_a_close_that_is_interrupted_gives_the_workdir_back(tmp_path, monkeypatc
     assert not keeper._renewer.is_alive
 
 
+def test_a_keeper_that_breaks_gives_the_workdir_back(tmp_path):
+    store, told = buckets.MemoryStore(), []
+
+    def fail(method, key):
+        if method == "put":
+            raise UnicodeError("no such name")
+
+    tenure = Tenure.begin(store, SystemClock())
+    with BucketKeeper(tmp_path, store, tenure, told.append) as keeper:
+        store.before = fail
+        write(tmp_path, "config.json", b"1")
+        assert "no such name" in (keeper.secure() or "")
+    assert ["no such name" in why for why in told] == [True]
+    assert read(store).listing.holder is None
+
+
+def test_files_that_vanish_while_they_are_copied_do_not_mean_that_the_store_is_away(tmp_path):
+    """Else saves would not wait for copies, and delete what is being copied, for ever."""
+    store, is_away = buckets.MemoryStore(), threading.Event()
+
+    def fail(method, key):
+        if method == "put" and is_away.is_set():
+            raise Unavailable("away")
+        if method == "put":
+            raise FileNotFoundError("deleted")
+
+    with keeping(tmp_path, store) as keeper:
+        store.before = fail
+        write(tmp_path, "config.json", b"1")
+        assert "deleted" in (keeper.secure() or "")
+        assert keeper.unreachable is None
+        is_away.set()
+        assert "away" in (keeper.secure() or "")
+        assert "away" in (keeper.unreachable or "")
+        store.before = lambda method, key: None
+        assert keeper.secure() is None
+        assert keeper.unreachable is None
+
+
+@pytest.mark.parametrize(
+    "workdir", ["gs://bucket/..", "s3://bucket/a/../c", "gs://bucket/./a", "s3://bucket/a//c"]
+)
+def test_a_place_that_a_folder_cannot_copy_is_refused(workdir):
+    with pytest.raises(ValueError, match="empty, . or .., .* Leave it out"):
+        workdir_of(workdir)
+
+
 @pytest.mark.parametrize("is_away", [False, True])
 def test_the_local_copy_goes_after_a_stop_unless_it_is_all_there_is(
     tmp_path, monkeypatch, caplog, is_away

@@ -1,5 +1,6 @@
 """Two real clients against emulators: what the room builds on holds for each, and failures are told apart."""
 
+import math
 import threading
 
 import buckets
@@ -141,6 +142,18 @@ def test_what_changes_on_its_way_is_noticed():
         with pytest.raises(Unavailable, match="was changed on its way|could not write"):
             store.put("x", b"content")
         assert faults.num_faults == 1
+
+
+@pytest.mark.slow
+def test_a_slow_link_writes_a_piece_that_takes_longer_than_a_request_may(monkeypatch):
+    """Google's client hands over what it sends at once, and that is limited; the other sends small parts."""
+    faults, data = buckets.Faults(bytes_per_s=2 * 2**20), bytes(24 * 2**20)
+    with buckets.emulator("gs") as emulator, buckets.faulty(emulator, faults) as through:
+        store = store_of(through, "slow")
+        monkeypatch.setattr("jaxgoodput.workdir.gcs.ONCE", {"retry": None, "timeout": (5.0, 5.0)})
+        store.put("x", data)
+        faults.bytes_per_s = math.inf
+        assert store.get("x").data == data
 
 
 def test_a_piece_larger_than_one_message_of_the_client(emulator):

@@ -125,8 +125,16 @@ def test_who_was_replaced_changes_nothing_and_is_told(store, clock):
 
 def test_of_many_who_find_a_dead_holder_one_follows(store, clock):
     held_elsewhere(store)
-    clock.sleep = lambda seconds: clock.advance(0.3)
     won, refused = [], []
+    all_have_read, waited = threading.Barrier(8), threading.local()
+
+    def sleep(seconds):
+        if not hasattr(waited, "once"):  # time stands still until each has seen the dead holder
+            waited.once = True
+            all_have_read.wait(60)
+        clock.advance(0.3)
+
+    clock.sleep = sleep
 
     def begin():
         try:

@@ -34,11 +34,16 @@ ENOUGH_NOISE, NOISE_S, NOISE_STEPS = 40.0, 12.0, 12
 # For how long steps of a batch are timed, and how many at least. Short steps are dispatched together after a
 # while, so that the second half counts.
 TIMED_S, TIMED_STEPS = 4.0, 6
-NOISE_SHARE = 0.4  # of the time, at most
+# The noise may take this share of the time; if compiling has used that up, the second share for its steps.
+NOISE_SHARE, NOISE_STEPS_SHARE = 0.4, 0.1
+EXTRA_SHARE = 0.3  # of the time, by which one larger batch may go over it
 FACTOR = 4  # from one batch to the next
 FURTHEST = 1024  # times the base batch
 WORTH_IT = 0.9  # of the time with the base batch
 LONG = 10**6  # base steps, or passes over the data, of a run that is ended by its hook
+LONG_ENOUGH = (
+    1000  # base steps of a task's own run, from which on it need not be made longer for this
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,8 +194,13 @@ def tryout(trainer: Trainer, *, time_s: float = TIME_S, clock: Clock | None = No
         source = repeatable(trainer.dataset(), "tryout")
         num_samples = math.inf if is_endless(source) else float(len(source))
         trainer.dataset = lambda: source
-        noise_end_s = began_s + NOISE_SHARE * time_s
-        noise, num_noise_steps = _noise(trainer, own, folder, clock, noise_end_s)
+        length = own.base_steps
+        if length is None and own.epochs is not None and math.isfinite(num_samples):
+            length = own.epochs * num_samples / own.batch.base
+        # The noise and the time of the base batch come from runs of one length: a schedule is part of the
+        # program, which need not be compiled twice then.
+        own = own if (length or 0) >= LONG_ENOUGH else _extended(own)
+        noise, num_noise_steps = _noise(trainer, own, folder, clock, began_s, time_s)
         upper = noise.noise_interval.upper
         batches, limit = _timed(
             trainer,
@@ -200,10 +210,9 @@ def tryout(trainer: Trainer, *, time_s: float = TIME_S, clock: Clock | None = No
             num_samples,
             math.inf if math.isnan(upper) else upper,
             clock,
+            time_s,
         )
-    interval, length = noise.noise_interval, own.base_steps
-    if length is None and own.epochs is not None and math.isfinite(num_samples):
-        length = own.epochs * num_samples / own.batch.base
+    interval = noise.noise_interval
     return Tryout(
         batches=batches,
         noise_scale=noise.noise_scale,
@@ -262,15 +271,16 @@ def try_loss(
 
 
 def _noise(
-    trainer: Trainer, own: Config, folder: str, clock: Clock, end_s: float
+    trainer: Trainer, own: Config, folder: str, clock: Clock, began_s: float, time_s: float
 ) -> tuple[Window, int]:
     """Return the last window of a run that measures the noise at every step, and its number of steps."""
+    end_s, least_s = began_s + NOISE_SHARE * time_s, NOISE_STEPS_SHARE * time_s
 
     def is_enough(windows: list[Window], passed_s: float) -> bool:
         num_steps = sum(one.num_steps for one in windows)
         is_known = windows[-1].noise_confidence >= ENOUGH_NOISE
         is_long = passed_s >= NOISE_S and num_steps >= NOISE_STEPS
-        return is_known or is_long or clock.now() >= end_s
+        return is_known or is_long or (passed_s >= least_s and clock.now() >= end_s)
 
     every = dataclasses.replace(own.statistics, every_steps=1)
     limits = dataclasses.replace(own.batch, max=own.batch.base, min_global=None, sizes=None)
@@ -291,6 +301,7 @@ def _timed(
     num_samples: float,
     noise: float,
     clock: Clock,
+    time_s: float,
 ) -> tuple[tuple[TriedBatch, ...], str]:
     """Time one batch after the other; return them in order, and why no larger one was tried.
 
@@ -308,7 +319,9 @@ def _timed(
             return f"Larger ones were not tried: the data have {num_samples:,.0f} samples."
         if size > FURTHEST * base:
             return f"Larger ones than {FURTHEST} times the base batch are not tried."
-        if found and took_s > time_left_s():
+        # An answer without a larger batch is none: the first one may take longer.
+        extra_s = EXTRA_SHARE * time_s if len(found) == 1 else 0.0
+        if found and took_s > time_left_s() + extra_s:
             return "Larger ones were not tried: the time was up (--time-s)."
         began_s = clock.now()
         try:
@@ -350,14 +363,14 @@ def _time_one(
         num_steps = sum(one.num_steps for one in windows)
         return (num_steps >= TIMED_STEPS and passed_s >= TIMED_S) or time_left_s() < 0
 
-    statistics_ = dataclasses.replace(own.statistics, every_steps=None)
+    every = dataclasses.replace(own.statistics, every_steps=None)
     limits = dataclasses.replace(own.batch, base=size, max=size, min_global=None, sizes=None)
-    length = {"base_steps": float(LONG)} if own.epochs is None else {"epochs": LONG}
-    trainer.config = short_run(
-        own, folder, f"batch-{size}", statistics=statistics_, batch=limits, **length
-    )
-    windows, is_ended_by_data = _windows(trainer, is_enough, clock)
-    if is_ended_by_data:  # the last steps may have been smaller
+    for config in (own, _extended(own)) if size == own.batch.base else (_extended(own),):
+        trainer.config = short_run(config, folder, f"batch-{size}", statistics=every, batch=limits)
+        windows, is_ended_by_data = _windows(trainer, is_enough, clock)
+        if not is_ended_by_data:
+            break
+    else:  # the last steps may have been smaller
         raise RuntimeError(
             f"the data ended before enough steps of {size:,} samples were timed. Give it more of them, or "
             "let them repeat."
@@ -367,6 +380,13 @@ def _time_one(
     return TriedBatch(
         num_samples=later[-1].config.global_batch_size, step_s=statistics.median(times)
     )
+
+
+def _extended(config: Config) -> Config:
+    """Return the settings of a run that is ended by its hook."""
+    if config.epochs is not None:
+        return dataclasses.replace(config, epochs=LONG)
+    return dataclasses.replace(config, base_steps=float(LONG))
 
 
 def _windows(

@@ -60,8 +60,11 @@ def meta_in(folder: pathlib.Path) -> CheckpointMeta:
     return CheckpointMeta.from_json(json.loads((folder / "meta/metadata").read_text()))
 
 
-def or_named(folder: pathlib.Path, read: Callable[[], T]) -> T:
-    """Return what `read` returns; turn its failure into a ValueError that names the checkpoint."""
+def or_named(folder: pathlib.Path, read: Callable[[], T], name: str = "") -> T:
+    """Return what `read` returns; turn its failure into a ValueError that names the checkpoint.
+
+    `name` is what people call it, if that is not the folder.
+    """
     try:
         return read()
     except WrongWorkdirError:
@@ -70,7 +73,7 @@ def or_named(folder: pathlib.Path, read: Callable[[], T]) -> T:
         if is_out_of_memory(failure):
             raise
         raise ValueError(
-            f"the checkpoint {folder} cannot be read ({brief(failure)}). Choose another step; "
+            f"the checkpoint {name or folder} cannot be read ({brief(failure)}). Choose another step; "
             f"{[*folders_by_step(folder.parent)]} are there."
         ) from failure
 

@@ -36,14 +36,19 @@ class SavedCheckpoint:
 
     folder: pathlib.Path
     meta: CheckpointMeta
+    name: str
+    """For messages."""
 
     @classmethod
-    def at(cls, folder: pathlib.Path) -> "SavedCheckpoint":
-        """Open the checkpoint in a folder; raises if its metadata is damaged or its checksums are missing."""
+    def at(cls, folder: pathlib.Path, name: str = "") -> "SavedCheckpoint":
+        """Open the checkpoint in a folder; raises if its metadata is damaged or its checksums are missing.
+
+        `name` is what people call it, if that is not the folder.
+        """
         meta = meta_in(folder)
         if not _disk.is_sealed(folder):
             raise _disk.DamagedError(f"the file of checksums, {_disk.SUMS}, is missing")
-        return cls(folder, meta)
+        return cls(folder, meta, name or str(folder))
 
     @classmethod
     def find(
@@ -73,8 +78,9 @@ class SavedCheckpoint:
             step = _best_of(view, folders, saving)
         folder = folders[max(folders) if step is None else step]
         view.bring(folder)
-        saved = or_named(folder, lambda: cls.at(folder))
-        or_named(folder, lambda: _disk.check(folder))
+        name = view.shown(folder)
+        saved = or_named(folder, lambda: cls.at(folder, name), name)
+        or_named(folder, lambda: _disk.check(folder), name)
         return saved
 
     @property
@@ -94,7 +100,10 @@ class SavedCheckpoint:
 
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
         """Read some leaves by their paths: see `engine.saved.read`. Raises ValueError if it is damaged."""
-        return or_named(self.folder, lambda: on_disk.read(self.folder / "state", self.keys, wanted))
+        folder = self.folder
+        return or_named(
+            folder, lambda: on_disk.read(folder / "state", self.keys, wanted), self.name
+        )
 
     def state(self, abstract: TrainState) -> TrainState:
         """Read the whole state into the places that `abstract` gives; raises if it is damaged."""
@@ -127,7 +136,8 @@ def restore(
         saved = SavedCheckpoint.find(view, step, best=best, saving=saving if saving.best else None)
         abstract = abstract_for(saved.meta)
         require_same_model(saved.folder, saved.meta, abstract)
-        return RestoredCheckpoint(or_named(saved.folder, lambda: saved.state(abstract)), saved.meta)
+        state = or_named(saved.folder, lambda: saved.state(abstract), saved.name)
+        return RestoredCheckpoint(state, saved.meta)
 
 
 def load(
@@ -216,7 +226,7 @@ def _read_initial(
     chosen = _sources(initial, saved, wanted)
     kinds = {name: saved.meta.leaves[path] for name, path in chosen.items()}
     is_said = initial.names is not None
-    on_disk.require_fit(kinds, variables, str(saved.folder), is_said=is_said)
+    on_disk.require_fit(kinds, variables, saved.name, is_said=is_said)
     if initial.averaged:
         chosen = {name: saved.averaged(path) for name, path in chosen.items()}
     found: dict[str, Array] = {}
@@ -238,7 +248,7 @@ def _sources(
     for name, source in sources.items():
         if source not in there:
             raise ValueError(
-                f"FromCheckpoint.names maps {name} to {source}, but {saved.folder} has no such leaf. It has "
+                f"FromCheckpoint.names maps {name} to {source}, but {saved.name} has no such leaf. It has "
                 f"{on_disk.some([*there])}. Return one of them, or None to have init() make the leaf."
             )
     return {name: there[source] for name, source in sources.items()}

@@ -39,6 +39,7 @@ from jaxgoodput.train.checkpoints.folders import (
     DAMAGED,
     SPOILT,
     TEMPORARY,
+    Label,
     attempt,
     brief,
     folders_by_step,
@@ -81,6 +82,7 @@ class Checkpoints:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._notes: dict[int, Note] = {}  # by step, as far as known
         self._steps: dict[int, int] = {}  # recorded steps by the numbers that folders are named by
+        self._gone: set[int] = set()  # those of them that neither the folder nor the keeper has
         self._num_opened = 0
         self._together = False  # whether all processes share one manager
         self._has_failed = False  # whether the shared manager has failed in this process
@@ -98,7 +100,7 @@ class Checkpoints:
 
         Returns None, or what went wrong with this save or the one before. If the keeper still copies the one
         before, this waits within `paused()`, so that checkpoints are not written faster than they are copied;
-        but not if its last copy has failed. If the state spans processes, all of them must call this
+        but not if it cannot be reached. If the state spans processes, all of them must call this
         together.
         """
         if self._spans:
@@ -121,6 +123,7 @@ class Checkpoints:
         meta = dataclasses.replace(meta, leaves=describe(state))
         # Noted before saving, because Orbax asks which steps to keep while it saves.
         self._steps[step], self._notes[step] = step, Note.of(meta, self._saving)
+        self._gone.discard(step)
         try:
             args = ocp.args.Composite(
                 state=ocp.args.StandardSave(self._outward(state)),  # pyright: ignore[reportCallIssue]
@@ -157,21 +160,31 @@ class Checkpoints:
         """Return the newest step whose checkpoint is complete and certified; None if there is none."""
         # A folder gets its final name only when it is complete, checksums included.
         labels = labels_in(self._directory)
-        found = {x.step: x.folder for x in labels if x.is_certified}
-        # What was deleted here stays with the keeper until a newer one is safe there.
-        here = {x.folder.name for x in labels}
-        for number, step in [*self._steps.items()]:
-            if str(number) not in here and self._notes.get(step, Note()).is_certified:
-                found.setdefault(step, self._directory / str(number))
-        return max((x for x, folder in found.items() if self.keeper.is_safe(folder)), default=None)
+        safe = {x.step for x in labels if x.is_certified and self.keeper.is_safe(x.folder)}
+        away = {x for x in self._away(labels) if self._notes.get(x, Note()).is_certified}
+        return max(safe | away, default=None)
 
     def best(self) -> int | None:
         """Return the step with the best value of `Saving.best`; None if no checkpoint has one."""
         return best_step(self._noted(self._manager.all_steps()), self._saving)
 
     def steps(self) -> set[int]:
-        """Return the steps of all checkpoints, including the one that is being written."""
-        return {*(x.step for x in labels_in(self._directory)), self._writing}
+        """Return the steps of all checkpoints that may be resumed, with the one that is being written."""
+        labels = labels_in(self._directory)
+        return {*(x.step for x in labels), *self._away(labels), self._writing}
+
+    def _away(self, labels: Sequence[Label]) -> set[int]:
+        """Return the steps that were deleted here, and stay with the keeper until newer ones are safe."""
+        here = {x.folder.name for x in labels}
+        away = set()
+        for number, step in [*self._steps.items()]:
+            if str(number) in here or step == self._writing or number in self._gone:
+                continue
+            if self.keeper.is_safe(self._directory / str(number)):
+                away.add(step)
+            else:
+                self._gone.add(number)
+        return away
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """Return whether an evaluation is better, by `Saving.best`, than all checkpoints.
@@ -365,7 +378,7 @@ class Checkpoints:
         """Wait until the last save is safe, unless that fails at present; returns what went wrong."""
         if self._is_safe():
             return None
-        if (error := self.keeper.error) is not None:
+        if (error := self.keeper.unreachable) is not None:
             return f"step {self._writing}: {error}"
         with paused():
             return self._secured()

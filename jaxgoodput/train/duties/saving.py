@@ -146,7 +146,10 @@ class Saver:
         """Warn of a checkpoint that was not written, with the remedy unless the error names it itself."""
         # The others are of Python and of tensorstore.
         is_of_disk = any(word in error for word in (NO_SPACE, "Errno", "os_error_code"))
-        remedy = f" Free some space, or make {self.config.workdir} writable."
+        # A store that is away is told of by the keeper.
+        is_of_disk = is_of_disk and self.start.checkpoints.keeper.unreachable is None
+        folder = workdir_of(self.config.workdir).folder
+        remedy = f" Free some space, or make {folder} writable."
         logging.warning(
             "the checkpoint was not written (%s). %solder checkpoints stay.%s",
             error,
