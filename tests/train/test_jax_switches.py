@@ -81,11 +81,10 @@ COLUMNS = {
     ),
     "tables": Column(has_tables=True),
 }
-QUICK = {("both", "alone"), ("strict types", "saved and evaluated")}
-SLOW = {
-    ("both", "replicas, micro-batches"),
+NOT_NIGHTLY = {
+    ("both", "alone"),
+    ("strict types", "saved and evaluated"),
     ("no transfer", "growing"),
-    ("strict types", "fsdp, micro-batches, bfloat16"),
     ("keys", "4 devices"),
     ("leaks", "micro-batches"),
     ("double", "fsdp"),
@@ -171,9 +170,7 @@ def reference(name: str):
 
 
 def marks(case: tuple[str, str]) -> list[pytest.MarkDecorator]:
-    if case in QUICK:
-        return []
-    return [pytest.mark.slow if case in SLOW else pytest.mark.nightly]
+    return [] if case in NOT_NIGHTLY else [pytest.mark.nightly]
 
 
 CASES = [

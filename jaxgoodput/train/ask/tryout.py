@@ -34,6 +34,7 @@ ENOUGH_NOISE, NOISE_S, NOISE_STEPS = 40.0, 12.0, 12
 # For how long steps of a batch are timed, and how many at least. Short steps are dispatched together after a
 # while, so that the second half counts.
 TIMED_S, TIMED_STEPS = 4.0, 6
+LEAST_TIMED_S = 1.0  # if time is up: the first steps of a run may take longer
 # The noise may take this share of the time; if compiling has used that up, the second share for its steps.
 NOISE_SHARE, NOISE_STEPS_SHARE = 0.4, 0.1
 EXTRA_SHARE = 0.3  # of the time, by which one larger batch may go over it
@@ -361,7 +362,8 @@ def _time_one(
 
     def is_enough(windows: list[Window], passed_s: float) -> bool:
         num_steps = sum(one.num_steps for one in windows)
-        return (num_steps >= TIMED_STEPS and passed_s >= TIMED_S) or time_left_s() < 0
+        is_over = time_left_s() < 0 and passed_s >= LEAST_TIMED_S
+        return (num_steps >= TIMED_STEPS and passed_s >= TIMED_S) or is_over
 
     every = dataclasses.replace(own.statistics, every_steps=None)
     limits = dataclasses.replace(own.batch, base=size, max=size, min_global=None, sizes=None)
