@@ -5,6 +5,7 @@ import math
 import pathlib
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from problems import Evaluated, Mean, Recorder, config, rows
 
 import jaxgoodput
+from jaxgoodput.clock import FakeClock
 from jaxgoodput.data.streams import stream
 from jaxgoodput.goodput.efficiency import GradParams, efficiency
 from jaxgoodput.goodput.search import BatchLimits
@@ -131,6 +133,39 @@ def test_it_leaves_nothing_behind(tmp_path, monkeypatch, length):
     assert sizes == sorted(sizes) and sizes[0] == settings.batch.base and 64 in sizes
     assert all(b.step_s > 0 for b in one.batches) and one.base_steps == 12
     assert one.noise_lower <= one.noise_upper and one.noise_scale > 0
+
+
+@given(passed_s=st.floats(0, 60), took_s=st.floats(1, 40))
+def test_a_larger_batch_is_timed_unless_the_time_is_far_over(passed_s, took_s):
+    """Without one there is no answer. The time is over by the base batch and one more try, at most."""
+    clock, time_s, sizes = FakeClock(passed_s), 50.0, []
+
+    def time_one(trainer, own, folder, size, clock, time_left_s):
+        sizes.append(size)
+        clock.advance(took_s)
+        return TriedBatch(num_samples=size, step_s=1.0)
+
+    settings = config("unused")
+    trainer = Mean(settings, devices=jax.devices()[:1])
+    with mock.patch.object(trying, "_time_one", time_one):
+        batches, limit = trying._timed(
+            *(
+                trainer,
+                settings,
+                "",
+                lambda: time_s - clock.now(),
+                math.inf,
+                math.inf,
+                clock,
+                time_s,
+            )
+        )
+    assert sizes[0] == settings.batch.base
+    assert len(batches) == len(sizes) == len({*sizes})
+    if passed_s + 2 * took_s <= time_s:
+        assert len(batches) > 1
+    assert clock.now() <= max(passed_s + took_s, time_s + trying.EXTRA_SHARE * time_s)
+    assert ("the time was up" in limit) or clock.now() <= time_s
 
 
 @pytest.mark.slow
