@@ -133,7 +133,7 @@ _PLAN = (
 
 _TRY = (
     argument("script", "SCRIPT", "a training script"),
-    number("--time-s", "S", 5.0, "seconds of training (default: 50)", 50.0),
+    number("--time-s", "S", 5.0, "seconds of training, more if a larger batch needs it (default: 50)", 50.0),
 )  # fmt: skip
 
 

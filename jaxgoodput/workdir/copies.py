@@ -30,7 +30,8 @@ NUM_AT_ONCE = 4  # requests; each holds a piece in memory
 # Compiled programs belong to this machine. The others are unfinished, or mean something to this machine only.
 COMPILED = "compilation_cache"
 LEFT_OUT = re.compile(rf"{COMPILED}|\..*|.*\.tmp|.*\.part|{LOCK}|.*\.orbax-checkpoint-tmp.*")
-# Files that are only ever appended to. Others are written again as a whole if they have changed.
+# Files that are only ever appended to, or replaced by one of another inode. Others are written again
+# as a whole if they have changed.
 GROWING = re.compile(r"goodput(\.\d+)?\.jsonl|scalars\.csv|tensorboard/.*events.*")
 # Folders whose files appear and vanish together.
 _CHECKPOINT = r"(?:checkpoints|damaged_checkpoints|spoilt_checkpoints)/[^/]+"

@@ -17,6 +17,7 @@ from google.cloud import storage
 from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 
 from jaxgoodput.workdir.objects import (
+    CONNECT_S,
     REQUEST_S,
     Changed,
     StoredObject,
@@ -24,9 +25,11 @@ from jaxgoodput.workdir.objects import (
     Unavailable,
 )
 
-# Of every request: it is made once, see `PatientStore`. The first number limits connecting, and how long it
-# may take to send what the client hands over at once, which is a part of a large object (`PART_BYTES`).
-ONCE: Mapping[str, Any] = {"retry": None, "timeout": (REQUEST_S, REQUEST_S)}
+# Of every request: it is made once, see `PatientStore`.
+ONCE: Mapping[str, Any] = {"retry": None, "timeout": (CONNECT_S, REQUEST_S)}
+# The first number also limits how long it may take to send what the client hands over at once: of a large
+# object a part, so that a slow link can write it. The listing, which renews the hold, is small.
+SENDING: Mapping[str, Any] = {**ONCE, "timeout": (REQUEST_S, REQUEST_S)}
 PART_BYTES = 2 * 2**20  # a multiple of 256 KiB
 # Codes that ask to try again, beside those of 500 and above.
 LATER = (408, 429)
@@ -60,11 +63,11 @@ class GcsStore:
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object; the store checks its CRC, and returns the MD5 of what it has stored."""
-        self._write(key, data, None)
+        self._write(key, data, None, SENDING)
 
     def replace(self, key: str, data: bytes, generation: str | None) -> str:
         """Write an object if it still is of this generation; returns the new one."""
-        return self._write(key, data, 0 if generation is None else int(generation))
+        return self._write(key, data, 0 if generation is None else int(generation), ONCE)
 
     def keys(self, below: str) -> Iterator[str]:
         """Return the keys that begin with `below`."""
@@ -75,7 +78,9 @@ class GcsStore:
         with contextlib.suppress(NotFound), self._telling(f"delete {key}"):
             self._bucket.blob(self._prefix + key).delete(**ONCE)
 
-    def _write(self, key: str, data: bytes, generation: int | None) -> str:
+    def _write(
+        self, key: str, data: bytes, generation: int | None, limits: Mapping[str, Any]
+    ) -> str:
         blob = self._bucket.blob(self._prefix + key, chunk_size=PART_BYTES)
         try:
             with self._telling(f"write {key}"):
@@ -84,7 +89,7 @@ class GcsStore:
                     content_type="application/octet-stream",
                     if_generation_match=generation,
                     checksum="crc32c",
-                    **ONCE,
+                    **limits,
                 )
         except PreconditionFailed as error:
             raise Changed(f"{self.url}/{key}") from error

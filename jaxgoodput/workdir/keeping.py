@@ -4,7 +4,6 @@ import pathlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 
 from absl import logging
 
@@ -125,17 +124,6 @@ class BucketKeeper:
             self._has_ended = True
             self._news.notify_all()
         self._copier.join()
-
-    def __enter__(self) -> "BucketKeeper":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # -- on the threads ------------------------------------------------------------------------------
 

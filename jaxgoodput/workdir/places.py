@@ -137,7 +137,7 @@ class Folder:
             yield FolderKeeper()
 
     @contextlib.contextmanager
-    def viewed(self, wanted: str = "") -> Iterator[View]:
+    def viewed(self, wanted: str) -> Iterator[View]:
         """Look at the folder during the block."""
         yield FolderView(self.name)
 
@@ -183,20 +183,20 @@ class Bucket:
                 raise
             kept = BucketKeeper(self.folder, store, tenure, on_lost)
             try:
-                with kept:
+                with contextlib.closing(kept):
                     yield kept
             finally:  # also after a stop, which is an exception
                 if kept.is_complete:
                     self._clear()
 
     @contextlib.contextmanager
-    def viewed(self, wanted: str = "") -> Iterator[View]:
+    def viewed(self, wanted: str) -> Iterator[View]:
         """Look at a copy of the workdir during the block; `wanted` are the files in it, an expression.
 
         Raises StoreError if the bucket cannot be used.
         """
         store = self.store(SystemClock(), READER_PATIENCE_S)
-        expression = re.compile(wanted or ".*")
+        expression = re.compile(wanted)
 
         def is_wanted(path: str) -> bool:
             return expression.fullmatch(path) is not None and not LARGE.fullmatch(path)

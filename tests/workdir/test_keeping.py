@@ -34,7 +34,7 @@ def keeping(folder, store):
     """A keeper of a folder, as a run holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     tenure = Tenure.begin(store, SystemClock())
-    with BucketKeeper(folder, store, tenure, pytest.fail) as keeper:
+    with contextlib.closing(BucketKeeper(folder, store, tenure, pytest.fail)) as keeper:
         yield keeper
 
 
@@ -181,7 +181,7 @@ def test_a_keeper_that_breaks_gives_the_workdir_back(tmp_path):
             raise UnicodeError("no such name")
 
     tenure = Tenure.begin(store, SystemClock())
-    with BucketKeeper(tmp_path, store, tenure, told.append) as keeper:
+    with contextlib.closing(BucketKeeper(tmp_path, store, tenure, told.append)) as keeper:
         store.before = fail
         write(tmp_path, "config.json", b"1")
         assert "no such name" in (keeper.secure() or "")

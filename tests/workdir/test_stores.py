@@ -150,7 +150,9 @@ def test_a_slow_link_writes_a_piece_that_takes_longer_than_a_request_may(monkeyp
     faults, data = buckets.Faults(bytes_per_s=2 * 2**20), bytes(24 * 2**20)
     with buckets.emulator("gs") as emulator, buckets.faulty(emulator, faults) as through:
         store = store_of(through, "slow")
-        monkeypatch.setattr("jaxgoodput.workdir.gcs.ONCE", {"retry": None, "timeout": (5.0, 5.0)})
+        monkeypatch.setattr(
+            "jaxgoodput.workdir.gcs.SENDING", {"retry": None, "timeout": (5.0, 5.0)}
+        )
         store.put("x", data)
         faults.bytes_per_s = math.inf
         assert store.get("x").data == data

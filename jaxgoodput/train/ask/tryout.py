@@ -182,7 +182,8 @@ def tryout(trainer: Trainer, *, time_s: float = TIME_S, clock: Clock | None = No
     It trains in a temporary folder: the trainer's own workdir is not touched. Its hooks are not called, and
     nothing is evaluated. The answer in words is `answer()`.
 
-    Steps of many seconds take longer than that: a few are needed.
+    It takes longer than that if a few steps or one larger batch need more time: without them there is no
+    answer.
 
     Raises what `Trainer.fit` raises with the base batch; RuntimeError in a job of several processes, with
     tables or live data, or if the data end before a step is timed.
