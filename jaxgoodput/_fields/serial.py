@@ -200,7 +200,8 @@ def _decode_mapping(value: Any, kind: Any, parts: Sequence[Any], where: str) -> 
     if parts[0] is str:  # keys are strings in JSON
         return items
     try:
-        return {float(key): item for key, item in items.items()}
+        number = int if parts[0] is int else float
+        return {number(key): item for key, item in items.items()}
     except ValueError:
         raise ValueError(f"{where} has the keys {list(items)}; they must be numbers") from None
 

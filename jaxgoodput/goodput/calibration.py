@@ -6,7 +6,7 @@ correction is a factor on the noise, with which the forecast would have been wha
 known of it is a distribution. At first it lies around 1; its width (`SPREAD`) was chosen, as expected noise
 was 0.5 to 1.1 times the exact one in most models. Every change of the batch
 sharpens it by as much as the slopes of the loss are certain. It fades as training goes on, because the
-estimate of the noise moves: after an e-fold of samples, it counts for a third. A resumed run begins without.
+estimate of the noise moves: after an e-fold of samples, it counts for a third.
 
 Only decisions use the corrected noise. Learning rate and progress keep the measured one: a slope of the loss
 says little about a single update.
@@ -14,7 +14,7 @@ says little about a single update.
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,8 +31,8 @@ FREEDOM = 4.0  # degrees of freedom of Student's t, by which a ratio that is far
 class Calibration:
     """What the loss has said so far about the factor on the measured noise."""
 
-    likelihood: np.ndarray = field(default_factory=lambda: np.zeros(LOGS.shape))
-    """Logarithm of the likelihood of each factor, `[factors]`."""
+    likelihood: tuple[float, ...] = (0.0,) * len(LOGS)
+    """Logarithm of the likelihood of each factor of `LOGS`."""
     num_changes: int = 0
     """Changes of the batch that it rests on."""
 
@@ -41,7 +41,7 @@ class Calibration:
         """The factor on the measured noise: the posterior mean, of logarithms; 1 before any change."""
         if not self.num_changes:
             return 1.0
-        posterior = self.likelihood - 0.5 * (LOGS / SPREAD) ** 2
+        posterior = np.array(self.likelihood) - 0.5 * (LOGS / SPREAD) ** 2
         weights = np.exp(posterior - posterior.max())
         return math.exp(float(weights @ LOGS / weights.sum()))
 
@@ -51,7 +51,7 @@ class Calibration:
 
     def faded(self, weight: float) -> "Calibration":
         """Return what is left of it if it counts for a share `weight` of what it did."""
-        return dataclasses.replace(self, likelihood=weight * self.likelihood)
+        return dataclasses.replace(self, likelihood=tuple(weight * x for x in self.likelihood))
 
     def after(
         self,
@@ -79,4 +79,5 @@ class Calibration:
         error = np.sqrt(errors[1] ** 2 + (ratio * errors[0]) ** 2 + (LEAST_ERROR * gained[0]) ** 2)
         off = (gained[1] - ratio * gained[0]) / error
         seen = -(FREEDOM + 1) / 2 * np.log1p(off**2 / FREEDOM)
-        return Calibration(likelihood=self.likelihood + seen, num_changes=self.num_changes + 1)
+        likelihood = tuple((np.array(self.likelihood) + seen).tolist())
+        return Calibration(likelihood=likelihood, num_changes=self.num_changes + 1)

@@ -15,8 +15,7 @@ that makes it worth its samples. Once may be a single odd batch of data.
 """
 
 import statistics
-from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxgoodput.goodput.search import BatchConfig
 
@@ -61,22 +60,23 @@ class _Watch:
     is_recovering: bool = False
 
 
+@dataclass
 class LossLevel:
     """Watches the losses after each growth of the batch. Not thread-safe.
 
-    `leap` is set once the loss is too high, until the batch shrinks.
+    `leap` is set once the loss is too high, until the batch shrinks. All that is known is in the fields, so
+    that it can be saved and read again.
     """
 
-    def __init__(self):
-        self._config: BatchConfig | None = None
-        self._grown_from: list[BatchConfig] = []  # ever larger ones
-        self._smallest: BatchConfig | None = None
-        self._losses: deque[float] = deque(maxlen=REMEMBERED)
-        self._newest: deque[float] = deque(maxlen=NEWEST)
-        self._num_steps = 0  # since the last change
-        self._num_explosions = 0  # since then
-        self._watch: _Watch | None = None
-        self.leap: Leap | None = None
+    _config: BatchConfig | None = None
+    _grown_from: list[BatchConfig] = field(default_factory=list)  # ever larger ones
+    _smallest: BatchConfig | None = None
+    _losses: list[float] = field(default_factory=list)  # the last `REMEMBERED` to compare with
+    _newest: list[float] = field(default_factory=list)  # the last `NEWEST` of this batch
+    _num_steps: int = 0  # since the last change
+    _num_explosions: int = 0  # since then
+    _watch: _Watch | None = None
+    leap: Leap | None = None
 
     def add(
         self,
@@ -101,9 +101,9 @@ class LossLevel:
             self._smallest = config
         self._config = config
         self._num_steps += 1
-        self._newest.append(loss)
+        self._newest = [*self._newest, loss][-NEWEST:]
         if self._watch is None:
-            self._losses.append(loss)
+            self._remember(loss)
         else:
             self._compare(self._watch, config, samples, loss)
         self._num_explosions += explodes
@@ -155,9 +155,12 @@ class LossLevel:
         if self.leap is None and is_high:
             self.leap = Leap(to=watch.before, at=config, was=watch.level, now=now)
         if loss <= watch.most:
-            self._losses.append(loss)
+            self._remember(loss)
         if self.leap is None and samples > watch.until_samples and self._num_steps > WATCHED_STEPS:
             self._end()
+
+    def _remember(self, loss: float) -> None:
+        self._losses = [*self._losses, loss][-REMEMBERED:]
 
     def _end(self) -> None:
         """Watch no longer. After a leap, the next growth is judged by losses from now on."""

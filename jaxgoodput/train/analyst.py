@@ -19,10 +19,11 @@ from jaxgoodput.observe.events import Event, FitEnd, StepEnd
 from jaxgoodput.train.compile_ahead import CompilationStarter, StrategyCompiler
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import DEPTH, Control, Requests
-from jaxgoodput.train.decider import Decider
+from jaxgoodput.train.decider import Decider, Findings
 from jaxgoodput.train.reporter import Reporter, WindowInputs, tune_end
 from jaxgoodput.train.watcher import StepResult
 from jaxgoodput.tune.block_times import BlockTimes
+from jaxgoodput.tune.exploring import Explored
 from jaxgoodput.tune.payoff import RunLength
 from jaxgoodput.tune.remembered import ProgramMemory
 from jaxgoodput.tune.timings import TimingRow
@@ -63,6 +64,7 @@ class Analyst:
         self._requests = requests
         self._clock = clock
         self._has_ended = False  # no verdict is of use any more
+        self._thinking = threading.Lock()  # held while decisions rest on what changes
         # A schedule of the user's own needs the noise for what it changes.
         saves = config.compiles_behind and config.statistics.every_steps is None
         self._compiling = CompilationStarter(
@@ -149,9 +151,27 @@ class Analyst:
         """Return the step times by strategy, for a checkpoint."""
         return self._decider.timings.rows()
 
-    def restore(self, timings: Mapping[str, Sequence[TimingRow]], statistics_every: int) -> None:
-        """Resume with the step times and the noise cadence of a checkpoint."""
-        self._decider.restore(timings, statistics_every)
+    def restore(
+        self,
+        timings: Mapping[str, Sequence[TimingRow]],
+        statistics_every: int,
+        findings: Findings | None,
+        explored: Explored | None,
+    ) -> None:
+        """Resume with what the run knew before, in other processes or before a restart."""
+        self._decider.restore(timings, statistics_every, findings)
+        if explored is not None:
+            self._compiling.resume(explored, self._clock.now())
+
+    def findings(self) -> Findings:
+        """Return a copy of what the run has learnt of batches so far."""
+        with self._thinking:
+            return self._decider.findings
+
+    def explored(self) -> Explored | None:
+        """Return what exploring has cost and brought so far; None if this process does not explore."""
+        with self._thinking:
+            return self._compiling.explored(self._clock.now())
 
     def recall(self, earlier: ProgramMemory) -> None:
         """Begin with the memory of earlier runs of this program. The noise is still measured afresh."""
@@ -182,11 +202,13 @@ class Analyst:
 
     def _handle(self, item: StepResult | TunerAnswer | Event) -> None:
         if isinstance(item, StepResult):
-            self._take(item)
+            with self._thinking:
+                self._take(item)
         elif isinstance(item, TunerAnswer):
-            self._decider.answered(item.cpu_s)
-            if not self._has_ended:
-                self._conclude(item)
+            with self._thinking:
+                self._decider.answered(item.cpu_s)
+                if not self._has_ended:
+                    self._conclude(item)
         else:
             self._has_ended |= isinstance(item, FitEnd)
             if not self._reporter.is_empty:

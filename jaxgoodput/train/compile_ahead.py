@@ -23,7 +23,14 @@ from jaxgoodput.parallel.move import MoveDoesNotFit
 from jaxgoodput.parallel.partition import CannotDivide
 from jaxgoodput.train.compile_sizes import SizeCompiler
 from jaxgoodput.tune.block_times import SHORT_S
-from jaxgoodput.tune.exploring import ASSUMED_DELAY, EARNINGS, AccountState, Explorer, Looks
+from jaxgoodput.tune.exploring import (
+    ASSUMED_DELAY,
+    EARNINGS,
+    AccountState,
+    Explored,
+    Explorer,
+    Looks,
+)
 from jaxgoodput.tune.payoff import strategies_pay
 from jaxgoodput.tune.plan import BatchPlan, Indivisible
 from jaxgoodput.tune.timings import DispatchedStep, TimingTable
@@ -527,7 +534,6 @@ class CompilationStarter:
         self._saves = saves and strategies.compiles_one_by_one and strategies.num_strategies == 1
         self._strategies = strategies
         self._compile_s = compile_s
-        self._began_s = began_s
         delay, least_delay = strategies.delay, strategies.least_delay
         self._explorer = Explorer(compile_s, began_s, delay=delay, least_delay=least_delay)
         self._strategy = ""  # whose size is being compiled
@@ -549,7 +555,15 @@ class CompilationStarter:
         """Return the account of exploring with `left_s` seconds left; None if the run does not explore."""
         if not self._explores:
             return None
-        return self._explorer.account.state(now_s - self._began_s, left_s)
+        return self._explorer.account.state(self._explorer.passed_s(now_s), left_s)
+
+    def explored(self, now_s: float) -> Explored | None:
+        """Return what exploring has cost and brought so far; None if the run does not explore."""
+        return self._explorer.explored(now_s) if self._explores else None
+
+    def resume(self, earlier: Explored, now_s: float) -> None:
+        """Go on with the account of the run's earlier processes."""
+        self._explorer.resume(earlier, now_s)
 
     def stepped(self, ticket: DispatchedStep, table: TimingTable, *, is_trial: bool) -> None:
         """Note that a step is done; `is_trial` says whether its batch is only tried."""
@@ -584,7 +598,7 @@ class CompilationStarter:
         if not is_base or len(strategies.ready(config.strategy)) > 1:
             return True
         price_s = MEASURING * self._compile_s * strategies.delay
-        return EARNINGS * (ticket.began_s - self._began_s) >= price_s
+        return EARNINGS * self._explorer.passed_s(ticket.began_s) >= price_s
 
     def _is_adopted(self, config: BatchConfig, table: TimingTable) -> bool:
         if not TRIAL_STEPS <= self._num_steps < SHORT_STEPS:

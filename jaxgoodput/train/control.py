@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -367,9 +368,17 @@ class DueEvery:
     last: float = math.inf
     """When it was due last; infinite before `begin`."""
 
-    def begin(self, at: float) -> None:
-        """Count from `at` on, unless it counts from an earlier moment already."""
-        self.last = min(self.last, at)
+    def begin(self, at: float, passed: float = 0.0) -> None:
+        """Count from `passed` before `at` on, unless it counts already.
+
+        If the moment `at` is before the one it counts from, it counts from `at` on.
+        """
+        began = self.last if self.last < math.inf else at - passed
+        self.last = min(began, at)
+
+    def passed(self, at: float) -> float:
+        """Return how much has passed at the moment `at` since it was due last; 0 before `begin`."""
+        return max(at - self.last, 0.0)
 
     def left(self, at: float) -> float:
         """Return how long after the moment `at` it is due; infinity if it is not known."""
@@ -383,10 +392,25 @@ class DueEvery:
         return True
 
 
+@dataclass(frozen=True, kw_only=True)
+class Timers:
+    """How long ago checkpoints and evaluations were due last: what a run's next processes begin with."""
+
+    is_part: ClassVar[bool] = True  # a checkpoint of another version may have more fields
+    save_s: float = 0.0
+    """Seconds of training since a checkpoint was due by time."""
+    save_base_steps: float = 0.0
+    """Base steps since one was due by progress."""
+    evaluate_s: float = 0.0
+    """Seconds of training since an evaluation was due by time."""
+    evaluate_base_steps: float = 0.0
+    """Base steps since one was due by progress."""
+
+
 class Due:
     """Which checkpoints, copies and evaluations are due by time or progress.
 
-    It belongs to the run: a new generation of processes does not reset its timers.
+    It belongs to the run: its timers go on when processes come and go, and when the run is resumed.
     """
 
     def __init__(self, config: Config):
@@ -395,16 +419,36 @@ class Due:
         self._evaluations = DueEvery(evaluation.every_s), DueEvery(evaluation.every_base_steps)
         self._copies = DueEvery(None)
 
-    def begin(self, now_s: float, progress: float, *, keep_s: float = math.inf) -> None:
+    def begin(
+        self,
+        now_s: float,
+        progress: float,
+        *,
+        keep_s: float = math.inf,
+        earlier: Timers | None = None,
+    ) -> None:
         """Start with the first step of a generation; copies are due every `keep_s` until `kept` says more.
 
-        Timers that run already go on. If the generation resumes from an earlier state, intervals of progress
-        begin there.
+        Timers that run here already go on. Others go on from the `earlier` ones of the run. If the generation
+        resumes from a state before the last interval of progress, intervals begin there.
         """
-        for by_time, by_progress in (self._saves, self._evaluations):
-            by_time.begin(now_s)
-            by_progress.begin(progress)
+        was = earlier or Timers()
+        (save_s, save_at), (evaluate_s, evaluate_at) = self._saves, self._evaluations
+        save_s.begin(now_s, was.save_s)
+        save_at.begin(progress, was.save_base_steps)
+        evaluate_s.begin(now_s, was.evaluate_s)
+        evaluate_at.begin(progress, was.evaluate_base_steps)
         self._copies = DueEvery(keep_s, now_s)
+
+    def timers(self, now_s: float, progress: float) -> Timers:
+        """Return the timers as they stand, for the run's next processes."""
+        (save_s, save_at), (evaluate_s, evaluate_at) = self._saves, self._evaluations
+        return Timers(
+            save_s=save_s.passed(now_s),
+            save_base_steps=save_at.passed(progress),
+            evaluate_s=evaluate_s.passed(now_s),
+            evaluate_base_steps=evaluate_at.passed(progress),
+        )
 
     def asked(
         self, now_s: float, progress: float | None, *, skipping: bool = False

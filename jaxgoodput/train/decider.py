@@ -5,10 +5,12 @@ and trials. It says when a verdict is due and on which `Situation`, and takes th
 threads, no clock and no hooks: its caller passes the time and puts verdicts into effect.
 """
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol, runtime_checkable
 
 from absl import logging
 
@@ -109,6 +111,19 @@ class SizeStarter(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What a run has learnt of batches, besides step times: what its next processes begin with."""
+
+    is_part: ClassVar[bool] = True  # a checkpoint of another version may have more fields
+    evidence: Evidence = field(default_factory=Evidence)
+    """Losses by batch, bans of batches, and the correction of forecasts."""
+    trials: Trials = field(default_factory=Trials)
+    """The trial that is running."""
+    history: BatchHistory = field(default_factory=BatchHistory)
+    """The batches that were chosen."""
+
+
 class Decider:
     """Learns from finished steps, says when a verdict is due, and takes it in. Call it on one thread.
 
@@ -155,16 +170,32 @@ class Decider:
             depth=depth,
         )
         self._trials = Trials()
-        self._history = BatchHistory(current)
+        self._history = BatchHistory.begun(current)
         self._latest: tuple[DispatchedStep, StepMetrics[float]] | None = None
 
     # -- what earlier runs have left ---------------------------------------------------------------
 
-    def restore(self, timings: Mapping[str, Sequence[TimingRow]], statistics_every: int) -> None:
-        """Resume with the step times and the noise cadence of a checkpoint."""
-        self._history.resume()
+    def restore(
+        self,
+        timings: Mapping[str, Sequence[TimingRow]],
+        statistics_every: int,
+        findings: Findings | None,
+    ) -> None:
+        """Resume with what the run knew before; `findings` are unknown in older checkpoints."""
         self.timings.restore(timings)
         self.cadence.restore(statistics_every)
+        if findings is None:  # a checkpoint of an earlier version
+            self._history.resume()
+            return
+        own = copy.deepcopy(findings)
+        self.evidence, self._trials, self._history = own.evidence, own.trials, own.history
+        self._trials.resumed(self.current)
+
+    @property
+    def findings(self) -> Findings:
+        """A copy of what the run has learnt of batches so far."""
+        own = Findings(evidence=self.evidence, trials=self._trials, history=self._history)
+        return copy.deepcopy(own)
 
     def recall(self, earlier: ProgramMemory) -> None:
         """Begin with the memory of earlier runs of this program. The noise is still measured afresh."""

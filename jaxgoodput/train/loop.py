@@ -31,6 +31,7 @@ from jaxgoodput.observe.events import (
     StateShown,
 )
 from jaxgoodput.train.analyst import Analyst
+from jaxgoodput.train.checkpoints.memory import RunMemory, explored_in
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import (
     Control,
@@ -46,6 +47,7 @@ from jaxgoodput.train.duties.certifying import Certifier
 from jaxgoodput.train.duties.evaluating import Evaluations
 from jaxgoodput.train.duties.reading import BatchReader
 from jaxgoodput.train.duties.refusals import Refusals
+from jaxgoodput.train.duties.remembering import MemoryKeeper
 from jaxgoodput.train.duties.saving import Saver
 from jaxgoodput.train.duties.switching import BatchSwitcher
 from jaxgoodput.train.in_flight import StepsInFlight
@@ -55,6 +57,7 @@ from jaxgoodput.train.runs.membership import Regroup
 from jaxgoodput.train.runs.processes import peer_lost
 from jaxgoodput.train.task import Task
 from jaxgoodput.train.watcher import StepResult, Watcher
+from jaxgoodput.tune.exploring import Explored
 from jaxgoodput.tune.tuner import TunerThread
 
 
@@ -88,6 +91,7 @@ class Loop:
         *,
         requests: Requests,
         due: Due,
+        remembered: RunMemory | None = None,
         ledger: TimeLedger,
         compilations: Compilations,
         clock: Clock,
@@ -102,11 +106,11 @@ class Loop:
         self.ledger = ledger
         self.compilations = compilations
         self.clock = clock
-        self._due = due
         self._ending = Ending()
         self._began_s = clock.now()  # set again at the first step
         self.watcher = Watcher(self._read, self._on_result, clock)
-        self.analyst = _analyst_of(self, self._hook_failed, tuner)
+        explored, _ = explored_in(remembered, start.earlier)
+        self.analyst = _analyst_of(self, explored, self._hook_failed, tuner)
         self.now.statistics_every = self.analyst.statistics_every
         self._in_flight = StepsInFlight(start, requests, self.watcher)
         given = (start, config, self.analyst, ledger, clock)
@@ -114,8 +118,11 @@ class Loop:
         self._switcher = BatchSwitcher(*given)
         finish = partial(requests.post, Control(finish=True))
         self._evaluations = Evaluations(*given, summarize=task.summarize, finish=finish)
+        self.keeper = MemoryKeeper(start, self.analyst, self._evaluations, due, clock, remembered)
         certifier = Certifier(start, requests)
-        self._saver = Saver(*given, done=lambda: self.done, certifier=certifier)
+        self._saver = Saver(
+            *given, done=lambda: self.done, certifier=certifier, memory=self.keeper.memory
+        )
         self._refusals = Refusals(start, config, ledger, self._saver)
 
     # -- what others ask of it -------------------------------------------------------------------
@@ -156,7 +163,7 @@ class Loop:
         """Train to the end. See `Trainer.fit` for what it raises."""
         first, ending = self.now.step, self._ending
         self._began_s = self.clock.now()
-        self._due.begin(self._began_s, self.now.progress, keep_s=self.kind.first_copy_s)
+        self.keeper.begin()
         try:
             is_best = self._train_or_note_error(first)
             if ending.regroup is not None:
@@ -322,7 +329,7 @@ class Loop:
         """
         progress = None if result is None else result.metrics.progress
         skipping = result is not None and result.metrics.skipped_in_a_row > 0
-        wish = self._due.asked(self.clock.now(), progress, skipping=skipping)
+        wish = self.keeper.due.asked(self.clock.now(), progress, skipping=skipping)
         if wish is not None and self.start.is_chief:
             self.requests.post(wish)
 
@@ -363,7 +370,7 @@ class Loop:
         """
         now, total = self.now, self.config.base_steps
         num_unseen, most = self._unseen()
-        left = self._due.progress_left(now.progress)
+        left = self.keeper.due.progress_left(now.progress)
         if total is not None:
             left = min(left, total - now.progress)
         left = max(left / most - num_unseen - 1, 0)
@@ -444,7 +451,7 @@ class Loop:
         began_s = self.clock.now()
         with self.ledger.bucket("checkpoint_save"):
             failure_every_s = self.kind.keep(self._saver.kept())
-        self._due.kept(self.clock.now() - began_s, failure_every_s)
+        self.keeper.due.kept(self.clock.now() - began_s, failure_every_s)
 
     def _show(self) -> None:
         """Give the parameters to the hooks, copied to the host: the next step takes the state's buffers."""
@@ -512,7 +519,10 @@ class Loop:
 
 
 def _analyst_of(
-    loop: Loop, on_error: Callable[[BaseException], None], tuner: Callable[..., TunerThread]
+    loop: Loop,
+    explored: Explored | None,
+    on_error: Callable[[BaseException], None],
+    tuner: Callable[..., TunerThread],
 ) -> Analyst:
     """Return the `Analyst` of a loop, with the measurements of its checkpoint or of earlier runs."""
     start, policy = loop.start, loop.config.policy
@@ -535,7 +545,8 @@ def _analyst_of(
     if start.memory is not None and start.memory.earlier is not None:
         analyst.recall(start.memory.earlier)
     if start.restored is not None:  # what this run has measured itself takes precedence
-        analyst.restore(start.restored.timings, start.restored.statistics_every)
+        findings = None if start.earlier is None else start.earlier.findings
+        analyst.restore(start.restored.timings, start.restored.statistics_every, findings, explored)
     return analyst
 
 

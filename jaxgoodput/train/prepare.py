@@ -32,6 +32,7 @@ from jaxgoodput.observe.console import Console
 from jaxgoodput.observe.dashboard.tensorboard import Dashboard
 from jaxgoodput.optim import adaptation
 from jaxgoodput.parallel.place import Place
+from jaxgoodput.train.checkpoints.memory import RunMemory
 from jaxgoodput.train.checkpoints.meta import CheckpointMeta
 from jaxgoodput.train.checkpoints.retention import require_best
 from jaxgoodput.train.checkpoints.saved import RestoredCheckpoint, initial_leaves
@@ -115,6 +116,11 @@ class PreparedRun:
     def is_chief(self) -> bool:
         """Whether this process decides, reports and writes for all."""
         return self.where.process_index == 0
+
+    @property
+    def earlier(self) -> RunMemory | None:
+        """What the run remembers of before this start; None if it begins, or if that was not saved."""
+        return None if self.restored is None else self.restored.memory
 
 
 @dataclass(frozen=True, kw_only=True)

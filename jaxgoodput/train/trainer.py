@@ -15,6 +15,7 @@ from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.console import starting
 from jaxgoodput.observe.events import HostJudged
 from jaxgoodput.parallel.place import Place, place, replicas_of_group
+from jaxgoodput.train.checkpoints.memory import RunMemory
 from jaxgoodput.train.checkpoints.writer import Checkpoints
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import (
@@ -314,6 +315,7 @@ class _Fit:
         self._requests = requests
         self._guard = guard
         self._due = Due(inputs.config)
+        self._memory: RunMemory | None = None  # of this process's last generation
 
     def generations(self, membership: Membership) -> TrainState:
         """Train in one generation of processes after another, until the run is over."""
@@ -355,6 +357,8 @@ class _Fit:
 
     def _rest(self, step: int) -> None:
         """Let go of the loop and its devices before the processes of the job change; `step` is in memory."""
+        if self._trainer._loop is not None:
+            self._memory = self._trainer._loop.keeper.memory()
         self._trainer._loop = self._trainer._evaluator = None
         self._guard.rest(step)
 
@@ -392,6 +396,7 @@ class _Fit:
                     ready,
                     requests=self._requests,
                     due=self._due,
+                    remembered=self._memory,
                     ledger=ledger,
                     compilations=compilations,
                     clock=clock,

@@ -96,15 +96,24 @@ def _of_samples(situation: Situation, wanted: int) -> BatchConfig | None:
     return None
 
 
+def _as_now(situation: Situation, earlier: BatchConfig) -> BatchConfig | None:
+    """Return a batch that was in use earlier as it can be used now; None if it cannot.
+
+    Devices may have come or gone since, or its size may not be compiled any more.
+    """
+    current = situation.current
+    placed = (earlier.strategy, earlier.num_replicas) == (current.strategy, current.num_replicas)
+    if placed and earlier.micro_batch_size in situation.here.ready:
+        return earlier
+    return _of_samples(situation, earlier.global_batch_size)
+
+
 def undo_leap(situation: Situation) -> Verdict | None:
     """Return the verdict to go back because the loss has leapt since the batch has grown; None if not."""
     here, leap, current = situation.here, situation.leap, situation.current
     if leap is None:
         return None
-    config: BatchConfig | None = leap.to
-    placed = (leap.to.strategy, leap.to.num_replicas) == (current.strategy, current.num_replicas)
-    if not placed or leap.to.micro_batch_size not in here.ready:
-        config = _of_samples(situation, leap.to.global_batch_size)
+    config = _as_now(situation, leap.to)
     if config is None or config == current:
         return None
     back, at, was = config.global_batch_size, leap.at.global_batch_size, estimate(leap.was)
@@ -162,23 +171,24 @@ def denial(situation: Situation) -> Verdict | None:
     here, before, stretch = situation.here, situation.stretch_before, situation.stretch
     if before is None or stretch is None or here.fit is None:
         return None
-    if before.config.strategy != here.config.strategy:
+    earlier = _as_now(situation, before.config)
+    if before.config.strategy != here.config.strategy or earlier is None:
         return None
     model = here.model(situation.grad)
     old, new = (
         float(model.throughput(here.placement, c.micro_batch_size, c.num_micro_batches))
-        for c in (before.config, here.config)
+        for c in (earlier, here.config)
     )
     if not is_denied(before, stretch, new / old):
         return None
     reason = (
         f"return: the loss falls too slowly with {here.config.global_batch_size} samples, by a measured "
         f"{with_error(stretch.gained, 2 * stretch.error)} per e-fold of samples (two standard errors); with "
-        f"{before.config.global_batch_size} it fell by {with_error(before.gained, 2 * before.error)}, and "
+        f"{earlier.global_batch_size} it fell by {with_error(before.gained, 2 * before.error)}, and "
         f"the throughput is only {estimate(new / old)} times as high"
     )
     now = here.goodput(situation.incumbent, situation.grad)
-    verdict = situation.change(before.config, reason, now)
+    verdict = situation.change(earlier, reason, now)
     return dataclasses.replace(verdict, denied=True)
 
 

@@ -18,7 +18,7 @@ A loss that leaps after the batch has grown (`goodput/leap.py`) rejects the batc
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -110,28 +110,30 @@ def is_denied(before: Stretch, now: Stretch, throughput_ratio: float) -> bool:
     return least > 0 and most * throughput_ratio < least
 
 
+@dataclass
 class Evidence:
     """Collects the loss of every step, and what follows from it. Not thread-safe.
 
     `bar` is the ban on large batches, `calibration` the correction of forecasts, and `level` watches for a
-    loss that leaps.
+    loss that leaps. All that is known is in the fields, so that it can be saved and read again.
     """
 
-    def __init__(self):
-        self._points: list[Point] = []
-        self._config: BatchConfig | None = None
-        self._skip = 0
-        self._gain, self._samples = 1.0, 0  # of the last update
-        self._before: Stretch | None = None
-        self._after: Stretch | None = None  # once it is complete
-        self._settled: Stretch | None = None  # the same without the part that catches up
-        self._changed = -math.inf  # logarithm of the samples at the last change
-        self._earlier: dict[int, Stretch] = {}  # known slopes of batches no longer in use
-        self.level = LossLevel()
-        self._denied: Bar | None = None  # by its slope
-        self._leapt: Bar | None = None
-        self._calibration = Calibration()
-        self._calibrated = 0.0  # logarithm of the samples when that was learnt
+    level: LossLevel = field(default_factory=LossLevel)
+    _points: list[Point] = field(default_factory=list)
+    _config: BatchConfig | None = None
+    _skip: int = 0
+    _gain: float = 1.0  # of the last update
+    _samples: int = 0  # at the last update
+    _before: Stretch | None = None
+    _after: Stretch | None = None  # once it is complete
+    _settled: Stretch | None = None  # the same without the part that catches up
+    _changed: float = 0.0  # logarithm of the samples at the last change, if there was one
+    # Known slopes of batches no longer in use.
+    _earlier: dict[int, Stretch] = field(default_factory=dict)
+    _denied: Bar | None = None  # by its slope
+    _leapt: Bar | None = None
+    _calibration: Calibration = field(default_factory=Calibration)
+    _calibrated: float = 0.0  # logarithm of the samples when that was learnt
 
     def add(
         self,

@@ -137,13 +137,13 @@ class NextSize:
     """Its optimistic goodput, relative to the best compiled batch."""
 
 
-class _Outcomes:
+@dataclass
+class Outcomes:
     """What became of the sizes that were explored. A size is referred to with its strategy."""
 
-    def __init__(self):
-        self._first: tuple[str, int] | None = None  # in use when exploring began
-        self._last: tuple[str, int] | None = None  # chosen last
-        self._is_disappointing = False  # whether the last one that was tried is not used
+    _first: tuple[str, int] | None = None  # in use when exploring began
+    _last: tuple[str, int] | None = None  # chosen last
+    _is_disappointing: bool = False  # whether the last one that was tried is not used
 
     def chosen(self, current: BatchConfig, size: int) -> None:
         """Note that a size will be explored while `current` is in use."""
@@ -169,6 +169,17 @@ class _Outcomes:
             # Nothing was found, so that a shorter forecast is not a saving.
             expected_s = account.expected_s
             account.expected_s = min(expected_s, total_s) if situation.disturbed else total_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explored:
+    """What exploring has cost and brought a run so far: what its next processes begin with."""
+
+    is_part: ClassVar[bool] = True  # a checkpoint of another version may have more fields
+    account: Account
+    outcomes: Outcomes
+    passed_s: float
+    """Seconds that the run has trained."""
 
 
 class Looks:
@@ -217,7 +228,7 @@ class Explorer:
         """Whether a size may be worth its price if the noise is large, so that it should be measured."""
         self.hurries_noise = False
         """Whether training should wait for what measures the noise, as last decided."""
-        self._outcomes = _Outcomes()
+        self._outcomes = Outcomes()
         self._pays_noise = False  # whether what measures it is charged
         self._awaited_noise = False  # whether training ever waited for that
         self._has_few_cores = delay >= FEW_CORES_DELAY
@@ -234,6 +245,21 @@ class Explorer:
     def has_begun(self) -> bool:
         """Whether anything was charged: a size, or what measures the noise for one."""
         return self.compiling is not None or self.account.spent_s > 0
+
+    def passed_s(self, now_s: float) -> float:
+        """Return for how many seconds the run has trained, its earlier processes included."""
+        return now_s - self._began_s
+
+    def explored(self, now_s: float) -> Explored:
+        """Return a copy of what exploring has cost and brought so far."""
+        account, outcomes = dataclasses.replace(self.account), dataclasses.replace(self._outcomes)
+        return Explored(account=account, outcomes=outcomes, passed_s=self.passed_s(now_s))
+
+    def resume(self, earlier: Explored, now_s: float) -> None:
+        """Go on with the account of earlier processes. What they were still compiling stays charged."""
+        self.account = dataclasses.replace(earlier.account)
+        self._outcomes = dataclasses.replace(earlier.outcomes)
+        self._began_s = now_s - earlier.passed_s
 
     def next(
         self,
@@ -255,7 +281,7 @@ class Explorer:
         Until the noise is known, a size of which less than `HURRY` is hoped waits for it; for another one,
         training may wait for what measures it. None until the size before is compiled.
         """
-        left_s, passed_s = situation.left_s, now_s - self._began_s
+        left_s, passed_s = situation.left_s, self.passed_s(now_s)
         self.is_hurried = self.awaits_noise = self.hurries_noise = False
         if math.isnan(left_s):
             return None

@@ -9,7 +9,7 @@ import dataclasses
 import pathlib
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -121,21 +121,26 @@ def lasting(
     }
 
 
+@dataclass
 class BatchHistory:
     """The batches that a run has used and its first noise, together with the memory of earlier runs.
 
     From this follow the memory for the next run, and how far the batch of an earlier run may guide this one.
     """
 
-    def __init__(self, start: BatchConfig):
-        # Every batch with the samples trained on before it was chosen, without failed trials; empty if the
-        # run began in another process.
-        self._chosen: list[tuple[int, BatchConfig]] = [(0, start)]
-        self._noise: FirstNoise | None = None
-        self._settled: tuple[int, BatchConfig] | None = None  # last batch of an earlier run
+    # Every batch with the samples trained on before it was chosen, without failed trials; empty if the
+    # run began in another process.
+    _chosen: list[tuple[int, BatchConfig]] = field(default_factory=list)
+    _noise: FirstNoise | None = None
+    _settled: tuple[int, BatchConfig] | None = None  # last batch of an earlier run
+
+    @classmethod
+    def begun(cls, start: BatchConfig) -> "BatchHistory":
+        """Return the history of a run that begins with a batch."""
+        return cls(_chosen=[(0, start)])
 
     def resume(self) -> None:
-        """Forget the batches noted so far, because a resumed run used its first ones in another process."""
+        """Forget the batches noted so far: the run used its first ones before, and which is not known."""
         self._chosen = []
 
     def recall(self, earlier: ProgramMemory, current: BatchConfig) -> None:

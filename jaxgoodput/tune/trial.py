@@ -1,20 +1,26 @@
 """Trials: a few real steps with a size or a strategy that was never timed, which end with a verdict."""
 
 import math
+from dataclasses import dataclass, field
 
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.tune.verdict import Situation, Verdict
 
 
+@dataclass
 class Trials:
     """The trial that is running, if any, and the strategies that have had theirs."""
 
-    def __init__(self):
-        self.is_running = False
-        self.home: BatchConfig | None = (
-            None  # in use before the trial, until the trial has succeeded
-        )
-        self.strategies: set[str] = set()  # strategies that were ever switched to
+    is_running: bool = False
+    home: BatchConfig | None = None
+    """In use before the trial, until the trial has succeeded."""
+    strategies: list[str] = field(default_factory=list)
+    """Strategies that were ever switched to."""
+
+    def resumed(self, current: BatchConfig) -> None:
+        """End a trial whose run goes on with `current` on other devices: there is no way back to its home."""
+        if self.home is not None and self.home.num_replicas != current.num_replicas:
+            self.is_running, self.home = False, None
 
     def switched(self, situation: Situation, verdict: Verdict) -> None:
         """Note that the run switches to the configuration of a verdict, and whether as a trial."""
@@ -31,7 +37,8 @@ class Trials:
         is_chosen = situation.scheduled is None and not verdict.denied
         self.is_running = is_chosen and config != home and is_untried
         self.home = here.config if self.is_running else None
-        self.strategies.add(config.strategy)
+        if config.strategy not in self.strategies:
+            self.strategies.append(config.strategy)
 
     def kept(self, situation: Situation, verdict: Verdict) -> None:
         """Note that a verdict keeps the present configuration, which ends a trial."""

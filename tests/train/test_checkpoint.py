@@ -680,6 +680,7 @@ saved_metas = objects(
     tables=st.dictionaries(st.text(), counts, max_size=2),
     lost=st.none() | st.dictionaries(st.text(), counts, max_size=2),
     began=st.dictionaries(st.text(), st.text(), max_size=2),
+    memory=st.none(),  # see test_run_memory.py
     version=st.just(VERSION),
 )
 

@@ -322,6 +322,7 @@ def test_the_noise_is_awaited_and_hurried_only_where_it_will_be_measured(
     starter = CompilationStarter(strategies, 1.0, 0.0, explores=True, saves=True)
     explorer: Any = mock.Mock(spec=Explorer, compiling=None, is_hurried=False, has_begun=False)
     explorer.is_trial_due, explorer.compile_s = False, 1.0
+    explorer.passed_s.return_value = 0.0
     starter._explorer, given_s = explorer, []
 
     def next_size(*_, measuring_s, **__):

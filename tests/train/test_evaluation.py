@@ -295,13 +295,13 @@ def test_patience_counts_from_the_best_evaluation(values, patience, is_late):
             checkpoints=types.SimpleNamespace(best_progress=lambda: best[-2 if is_late else -1]),
         ),
         finish=lambda: ended.append(now.progress),
-        _best_at=0.0,
+        best_at=0.0,
     )
     for at, value in enumerate(values):
         now.progress = float(at)
         if value < min((v for v in values[:at] if v == v), default=math.inf):
             best.append(float(at))
-            asked._best_at = float(at)
+            asked.best_at = float(at)
         else:
             Evaluations._lose_patience(asked)
     for at in range(len(values)):

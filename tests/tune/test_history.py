@@ -81,7 +81,7 @@ def test_a_trial_that_gains_has_no_way_back(gain):
 
 
 def test_a_trial_that_was_left_is_no_part_of_the_memory():
-    history = BatchHistory(at(32))
+    history = BatchHistory.begun(at(32))
     history.add(at(64), 100)
     history.add(at(128), 200)
     assert history.memory({}, 9, at(128), is_trial=True).batch == at(64)
@@ -91,7 +91,7 @@ def test_a_trial_that_was_left_is_no_part_of_the_memory():
 
 
 def test_only_noise_near_the_beginning_is_remembered_and_the_first_counts():
-    history = BatchHistory(at(32))
+    history = BatchHistory.begun(at(32))
     history.add_noise(BEGINNING + 1, NOISE, 99.0)
     assert history.memory({}, 1, at(32), is_trial=False).noise is None
     for progress, samples in ((50.0, 1.0), (60.0, 99.0), (70.0, 99.0)):
@@ -101,7 +101,7 @@ def test_only_noise_near_the_beginning_is_remembered_and_the_first_counts():
 
 
 def test_the_batch_of_an_earlier_run_is_within_reach_and_the_floor_until_it_had_come_to_it():
-    history = BatchHistory(at(32))
+    history = BatchHistory.begun(at(32))
     assert history.max_growth(at(32), 4.0) == 4.0 and history.floor(at(512), 0, 0.0) == 1
     history.recall(ProgramMemory(timings={}, batch=at(512), since_samples=1000, noise=None), at(32))
     assert history.max_growth(at(32), 4.0) == 16.0

@@ -17,6 +17,7 @@ from jaxgoodput.engine.saved import LeafKind, describe, differences
 from jaxgoodput.engine.state import TrainState
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.observe.badput import SavedLedger
+from jaxgoodput.train.checkpoints.memory import RunMemory
 from jaxgoodput.tune.timings import TimingRow
 
 VERSION = 7  # of the metadata
@@ -65,6 +66,8 @@ class CheckpointMeta:
     """How many values of each leaf are no longer finite; {} if the state is good, None if not checked."""
     began: Mapping[str, str] = field(default_factory=dict)
     """The values that were not finite when the run began, as `Origin.packed` gives them."""
+    memory: RunMemory | None = None
+    """What the run remembers besides its state; None in older checkpoints."""
     version: int = VERSION
     """Version of the metadata."""
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
@@ -28,8 +28,12 @@ class Evaluations:
     summarize: Callable[[Mapping[str, np.ndarray]], Mapping[str, float]]
     finish: Callable[[], None]
     """Ends the run at its next step as if it were complete."""
-    _best_at: float = 0.0
+    best_at: float = field(init=False)
     """Base steps at the best evaluation, which may not be saved yet; at first the beginning of the run."""
+
+    def __post_init__(self):
+        """Go on from the best evaluation before this start."""
+        self.best_at = 0.0 if self.start.earlier is None else self.start.earlier.best_at
 
     @property
     def num_batches(self) -> int:
@@ -66,7 +70,7 @@ class Evaluations:
         # Only process 0 knows all checkpoints, so that its answer counts.
         is_best = self.start.run.decisions.everywhere(is_best or not self.start.is_chief)
         if is_best:
-            self._best_at = now.progress
+            self.best_at = now.progress
         elif self.start.is_chief and not at_end:
             self._lose_patience()
         return is_best
@@ -77,7 +81,7 @@ class Evaluations:
         if patience is None:
             return
         saved_at = self.start.checkpoints.best_progress()
-        best_at = self._best_at if math.isnan(saved_at) else max(saved_at, self._best_at)
+        best_at = self.best_at if math.isnan(saved_at) else max(saved_at, self.best_at)
         if now.progress - best_at >= patience:
             logging.info(
                 "%s has not improved since base step %.0f, and this is base step %.0f: the run ends "

@@ -20,6 +20,7 @@ from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.events import Checkpoint
 from jaxgoodput.train.analyst import Analyst
 from jaxgoodput.train.checkpoints.folders import NO_SPACE, SPOILT
+from jaxgoodput.train.checkpoints.memory import RunMemory
 from jaxgoodput.train.checkpoints.meta import CheckpointMeta
 from jaxgoodput.train.checkpoints.writer import ELSEWHERE, Checkpoints
 from jaxgoodput.train.config import Config
@@ -34,7 +35,10 @@ LOOKS = 20  # for the checkpoint of another process, half a second apart
 
 @dataclass
 class Saver:
-    """Owns the checkpoints of a run. `done` returns the last step that is known to be done."""
+    """Owns the checkpoints of a run.
+
+    `done` returns the last step that is known to be done, `memory` what the run remembers besides its state.
+    """
 
     start: PreparedRun
     config: Config
@@ -43,6 +47,7 @@ class Saver:
     clock: Clock
     done: Callable[[], int]
     certifier: Certifier
+    memory: Callable[[], RunMemory]
     lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def save(self, *, wait: bool = False) -> str | None:
@@ -275,4 +280,5 @@ class Saver:
             data=self.start.data,
             base_batch_size=self.config.batch.base,
             began=self.start.values.origin.packed,
+            memory=self.memory(),
         )
