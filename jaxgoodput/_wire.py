@@ -12,6 +12,7 @@ may announce a number of bytes; they follow it in blocks that are signed as well
 import contextlib
 import hashlib
 import hmac
+import io
 import json
 import os
 import secrets
@@ -20,10 +21,12 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from jaxgoodput.clock import Clock, SystemClock
+
 _NONCE_BYTES = 16
 _LONGEST_GREETING = 2**16  # bytes; the sender is not authenticated yet
 _BLOCK = 2**24
-_HELLO_S = 10.0  # time for a new connection to authenticate
+_HELLO_S = 10.0  # for a new connection to authenticate, however many bytes it sends
 _IDLE_S, _PROBE_S, _NUM_PROBES = 5, 2, 3  # TCP keep-alive: a broken link is detected after 11 s
 
 
@@ -36,12 +39,37 @@ def make_secret() -> str:
     return secrets.token_hex(32)
 
 
+class _Reader(io.RawIOBase):
+    """What a socket receives. Until `deadline_s` is None, all of it has to come by then.
+
+    A time limit of the socket itself begins anew with each byte.
+    """
+
+    def __init__(self, sock: socket.socket, clock: Clock, deadline_s: float):
+        self._sock = sock
+        self._clock = clock
+        self.deadline_s: float | None = deadline_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if self.deadline_s is not None:
+            left_s = self.deadline_s - self._clock.now()
+            if left_s <= 0:
+                raise TimeoutError("it took too long")
+            self._sock.settimeout(left_s)
+        return self._sock.recv_into(buffer)
+
+
 class Channel:
     """One signed connection. Any thread may send; only one thread may receive."""
 
     def __init__(self, sock: socket.socket, secret: str, *, is_server: bool):
+        clock = SystemClock()
         self._sock = sock
-        self._file = sock.makefile("rb")
+        self._reader = _Reader(sock, clock, clock.now() + _HELLO_S)
+        self._file = io.BufferedReader(self._reader)
         self._sending = threading.Lock()
         self._num_sent = self._num_received = 0
         self._mine, self._theirs = (b"server", b"client") if is_server else (b"client", b"server")
@@ -93,11 +121,13 @@ class Channel:
             message = self.receive(_LONGEST_GREETING)
             if message is None:
                 raise ConnectionError(
-                    f"{self.peer} closed the connection without a message: it may have another secret"
+                    f"{self.peer} closed the connection without a message, or sent none in "
+                    f"{_HELLO_S:g} s: it may have another secret"
                 )
         except ConnectionError:
             self.close()
             raise
+        self._reader.deadline_s = None
         self._sock.settimeout(None)
         return message
 

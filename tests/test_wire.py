@@ -1,8 +1,10 @@
 """Messages between launchers: signed, in order, and nothing of a stranger is heard."""
 
+import contextlib
 import json
 import socket
 import threading
+import time
 
 import pytest
 from hypothesis import given
@@ -113,6 +115,23 @@ def test_a_stranger_is_refused(greeting):
         sock.shutdown(socket.SHUT_WR)
         thread.join(15)
     assert isinstance(found[0], wire.WrongSecret)
+
+
+@pytest.mark.parametrize("speaks", [b"", b"0", b"0" * 30], ids=["silent", "one byte", "many"])
+def test_a_stranger_is_gone_in_time_however_often_it_sends(monkeypatch, speaks):
+    limit_s, rest_s = 0.5, 0.1
+    monkeypatch.setattr(wire, "_HELLO_S", limit_s)
+    address, thread, found = serve(SECRET, echo)
+    host, port = address.split(":")
+    began_s = time.monotonic()
+    with socket.create_connection((host, int(port))) as sock:
+        while thread.is_alive() and time.monotonic() - began_s < 20 * limit_s:
+            with contextlib.suppress(OSError):  # it is gone
+                sock.sendall(speaks[:1])  # far more often than any limit of a single read
+                speaks = speaks[1:] + speaks[:1]
+            thread.join(rest_s)
+    assert not thread.is_alive()
+    assert isinstance(found[0], ConnectionError)
 
 
 def test_a_message_that_is_sent_once_more_or_changed_is_refused():

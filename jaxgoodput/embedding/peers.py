@@ -6,7 +6,9 @@ by a lane (table and purpose) and a batch number. Any thread may join a round; n
 """
 
 import collections
+import contextlib
 import functools
+import queue
 import socket
 import threading
 import zlib
@@ -15,13 +17,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from absl import logging
 from jaxtyping import Float64, Int32, Int64, UInt32
 
 from jaxgoodput import _wire
-from jaxgoodput._worker import Worker
+from jaxgoodput._worker import Worker, Workers
+from jaxgoodput.clock import SystemClock
 from jaxgoodput.embedding.hashing import owners
 
 CONNECT_S = 60.0  # until all processes of a job have connected
+ACCEPT_S = 0.05  # between two looks at who has connected
 
 
 class Peers:
@@ -66,14 +71,31 @@ class Peers:
             channel = _wire.connect(addresses[other], secret, timeout_s=CONNECT_S)
             self._channels[other] = channel
             channel.send({"type": "peer", "rank": self.rank})
-        listener.settimeout(CONNECT_S)
-        while len(self._channels) < self.count - 1:
-            sock, _ = listener.accept()
-            try:
+        came: queue.SimpleQueue[tuple[int, _wire.Channel]] = queue.SimpleQueue()
+
+        def greet(sock: socket.socket, _: Worker) -> None:
+            with contextlib.suppress(ConnectionError):  # a stranger
                 channel, hello = _wire.accepted(sock, secret)
-            except ConnectionError:
-                continue  # a stranger
-            self._channels[int(hello["rank"])] = channel
+                if hello.get("rank") in range(self.rank + 1, self.count):
+                    came.put((hello["rank"], channel))
+                else:
+                    channel.close()
+
+        # On threads of their own: a stranger that says nothing must not keep the others waiting.
+        greeters = Workers("peer greeting", lambda error: logging.error("%s", error))
+        clock = SystemClock()
+        end_s = clock.now() + CONNECT_S
+        listener.settimeout(ACCEPT_S)
+        while len(self._channels) < self.count - 1:
+            if clock.now() >= end_s:
+                missing = sorted(set(range(self.count)) - {self.rank} - self._channels.keys())
+                raise TimeoutError(f"no call from process {missing} within {CONNECT_S:g} s")
+            with contextlib.suppress(TimeoutError):
+                greeters.start(functools.partial(greet, listener.accept()[0]))
+            while not came.empty():
+                other, channel = came.get()
+                if self._channels.setdefault(other, channel) is not channel:
+                    channel.close()
 
     def gather(
         self, lane: str, number: int, own: np.ndarray, *, about: Sequence[np.ndarray] = ()

@@ -36,6 +36,13 @@ class Calibration:
     num_changes: int = 0
     """Changes of the batch that it rests on."""
 
+    def __post_init__(self):
+        """Raise ValueError for another number of factors, as from a checkpoint of another version."""
+        if len(self.likelihood) != len(LOGS):
+            raise ValueError(
+                f"{len(self.likelihood)} likelihoods are given for {len(LOGS)} factors"
+            )
+
     @property
     def factor(self) -> float:
         """The factor on the measured noise: the posterior mean, of logarithms; 1 before any change."""

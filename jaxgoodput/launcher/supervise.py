@@ -141,7 +141,7 @@ class ProcessSet:
         self._failed: list[
             tuple[ChildExit, float]
         ] = []  # likewise, with the seconds since the start
-        self._told = False
+        self._told = self._interrupted = False  # by any signal, and by SIGINT
         self._plan: list[
             tuple[float, signal.Signals]
         ] = []  # next signals to all that are left, and when
@@ -196,8 +196,9 @@ class ProcessSet:
             self._told = True
             self._send(signum)
             self._plan = [(self.clock.now() + self.grace_s, signal.SIGKILL)]
-        elif signum == signal.SIGINT:
+        elif signum == signal.SIGINT and self._interrupted:
             self._send(signal.SIGKILL)
+        self._interrupted |= signum == signal.SIGINT
 
     def _ended(self, event: ChildExit) -> None:
         is_first_failure = exit_code(self._codes) in (DONE, SAVED)

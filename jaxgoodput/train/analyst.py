@@ -32,6 +32,7 @@ from jaxgoodput.tune.tuner import TunerAnswer, TunerThread
 # Seconds between two looks at finished steps, and steps after which one comes earlier: short steps are dealt
 # with together.
 REST_S, MOST_TOGETHER = 0.02, 32
+KNOWN_WAIT_S = 1.0
 
 
 class Analyst:
@@ -64,7 +65,8 @@ class Analyst:
         self._requests = requests
         self._clock = clock
         self._has_ended = False  # no verdict is of use any more
-        self._thinking = threading.Lock()  # held while decisions rest on what changes
+        self._thinking = threading.Lock()  # held while what is known changes
+        self._known: tuple[Findings, Explored | None] = (Findings(), None)  # at the last look
         # A schedule of the user's own needs the noise for what it changes.
         saves = config.compiles_behind and config.statistics.every_steps is None
         self._compiling = CompilationStarter(
@@ -157,21 +159,26 @@ class Analyst:
         statistics_every: int,
         findings: Findings | None,
         explored: Explored | None,
+        samples: int,
     ) -> None:
-        """Resume with what the run knew before, in other processes or before a restart."""
-        self._decider.restore(timings, statistics_every, findings)
+        """Resume after `samples` with what the run knew, in other processes or before a restart."""
+        self._decider.restore(timings, statistics_every, findings, samples)
         if explored is not None:
             self._compiling.resume(explored, self._clock.now())
 
-    def findings(self) -> Findings:
-        """Return a copy of what the run has learnt of batches so far."""
-        with self._thinking:
-            return self._decider.findings
+    def known(self) -> tuple[Findings, Explored | None]:
+        """Return a copy of what the run has found out of batches, and what exploring has cost and brought.
 
-    def explored(self) -> Explored | None:
-        """Return what exploring has cost and brought so far; None if this process does not explore."""
-        with self._thinking:
-            return self._compiling.explored(self._clock.now())
+        The latter is None if the run does not explore. What was known before is returned if the analyst is
+        busy for too long, perhaps with the user's code: a save must not wait for that.
+        """
+        if self._thinking.acquire(timeout=KNOWN_WAIT_S):
+            try:
+                explored = self._compiling.explored(self._clock.now())
+                self._known = self._decider.findings, explored
+            finally:
+                self._thinking.release()
+        return self._known
 
     def recall(self, earlier: ProgramMemory) -> None:
         """Begin with the memory of earlier runs of this program. The noise is still measured afresh."""

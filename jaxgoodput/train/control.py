@@ -377,8 +377,8 @@ class DueEvery:
         self.last = min(began, at)
 
     def passed(self, at: float) -> float:
-        """Return how much has passed at the moment `at` since it was due last; 0 before `begin`."""
-        return max(at - self.last, 0.0)
+        """Return how much has passed at the moment `at` since it was due last; 0 if it is never due."""
+        return max(at - self.last, 0.0) if self.every else 0.0
 
     def left(self, at: float) -> float:
         """Return how long after the moment `at` it is due; infinity if it is not known."""

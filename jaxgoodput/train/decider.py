@@ -180,8 +180,9 @@ class Decider:
         timings: Mapping[str, Sequence[TimingRow]],
         statistics_every: int,
         findings: Findings | None,
+        samples: int,
     ) -> None:
-        """Resume with what the run knew before; `findings` are unknown in older checkpoints."""
+        """Resume after `samples` with what the run knew before; None: an older checkpoint has no findings."""
         self.timings.restore(timings)
         self.cadence.restore(statistics_every)
         if findings is None:  # a checkpoint of an earlier version
@@ -190,6 +191,7 @@ class Decider:
         own = copy.deepcopy(findings)
         self.evidence, self._trials, self._history = own.evidence, own.trials, own.history
         self._trials.resumed(self.current)
+        self._history.go_on(self.current, samples)
 
     @property
     def findings(self) -> Findings:

@@ -31,7 +31,7 @@ from jaxgoodput.observe.events import (
     StateShown,
 )
 from jaxgoodput.train.analyst import Analyst
-from jaxgoodput.train.checkpoints.memory import RunMemory, explored_in
+from jaxgoodput.train.checkpoints.memory import RunMemory, explored_in, findings_in
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import (
     Control,
@@ -43,6 +43,7 @@ from jaxgoodput.train.control import (
     Stopping,
     explained,
 )
+from jaxgoodput.train.decider import Findings
 from jaxgoodput.train.duties.certifying import Certifier
 from jaxgoodput.train.duties.evaluating import Evaluations
 from jaxgoodput.train.duties.reading import BatchReader
@@ -110,7 +111,8 @@ class Loop:
         self._began_s = clock.now()  # set again at the first step
         self.watcher = Watcher(self._read, self._on_result, clock)
         explored, _ = explored_in(remembered, start.earlier)
-        self.analyst = _analyst_of(self, explored, self._hook_failed, tuner)
+        findings = findings_in(start.earlier, remembered, start.first_step)
+        self.analyst = _analyst_of(self, findings, explored, self._hook_failed, tuner)
         self.now.statistics_every = self.analyst.statistics_every
         self._in_flight = StepsInFlight(start, requests, self.watcher)
         given = (start, config, self.analyst, ledger, clock)
@@ -520,6 +522,7 @@ class Loop:
 
 def _analyst_of(
     loop: Loop,
+    findings: Findings | None,
     explored: Explored | None,
     on_error: Callable[[BaseException], None],
     tuner: Callable[..., TunerThread],
@@ -545,8 +548,8 @@ def _analyst_of(
     if start.memory is not None and start.memory.earlier is not None:
         analyst.recall(start.memory.earlier)
     if start.restored is not None:  # what this run has measured itself takes precedence
-        findings = None if start.earlier is None else start.earlier.findings
-        analyst.restore(start.restored.timings, start.restored.statistics_every, findings, explored)
+        known = start.restored
+        analyst.restore(known.timings, known.statistics_every, findings, explored, known.samples)
     return analyst
 
 

@@ -152,7 +152,8 @@ class StopGuard:
         self._end = leave
         self._loop: GuardedLoop | None = None
         self._stop_s: float | None = None  # when a stop was requested
-        self._hurry_s: float | None = None  # when it was requested again
+        self._interrupted = False  # by SIGINT
+        self._hurry_s: float | None = None  # when it was interrupted again
         self._has_helped = False
         self._code: int | None = None  # the exit code, once the run is over
         self._first: tuple[int, float] | None = None  # the first step seen, and when
@@ -240,8 +241,9 @@ class StopGuard:
         if self._stop_s is None:
             self._stop_s = self._clock.now()
             self._requests.interrupt(signal.Signals(number).name)
-        elif number == signal.SIGINT:
+        elif number == signal.SIGINT and self._interrupted:
             self._hurry_s = self._hurry_s or self._clock.now()
+        self._interrupted |= number == signal.SIGINT
 
     def _feel(self, pulse: tuple[int, int] | None, now_s: float) -> None:
         """Stop the run if it has given no sign of life for too long."""
@@ -398,13 +400,14 @@ def _heeded(guard: StopGuard, requests: Requests) -> Iterator[None]:
     heard: list[int] = []
 
     def ask(number: int, frame: FrameType | None) -> None:
-        is_again = bool(heard)
+        # After another signal, a first SIGINT asks for nothing new: what is being saved is not cut off.
+        is_again = number == signal.SIGINT and number in heard
         heard.append(number)
         name = signal.Signals(number).name
         requests.interrupt(name)
         if waits_for_xla(frame):
             return guard.cannot_interrupt()
-        if number == signal.SIGINT and is_again:
+        if is_again:
             raise KeyboardInterrupt
         if not guard.is_ready:
             raise Preempted(None, name)

@@ -99,13 +99,15 @@ def _of_samples(situation: Situation, wanted: int) -> BatchConfig | None:
 def _as_now(situation: Situation, earlier: BatchConfig) -> BatchConfig | None:
     """Return a batch that was in use earlier as it can be used now; None if it cannot.
 
-    Devices may have come or gone since, or its size may not be compiled any more.
+    Devices may have come or gone since. If its size is not compiled any more, and no other will do, training
+    waits for it.
     """
     current = situation.current
     placed = (earlier.strategy, earlier.num_replicas) == (current.strategy, current.num_replicas)
     if placed and earlier.micro_batch_size in situation.here.ready:
         return earlier
-    return _of_samples(situation, earlier.global_batch_size)
+    found = _of_samples(situation, earlier.global_batch_size)
+    return earlier if found is None and placed else found
 
 
 def undo_leap(situation: Situation) -> Verdict | None:

@@ -256,9 +256,12 @@ class Explorer:
         return Explored(account=account, outcomes=outcomes, passed_s=self.passed_s(now_s))
 
     def resume(self, earlier: Explored, now_s: float) -> None:
-        """Go on with the account of earlier processes. What they were still compiling stays charged."""
-        self.account = dataclasses.replace(earlier.account)
-        self._outcomes = dataclasses.replace(earlier.outcomes)
+        """Go on with the account of earlier processes. What they were still compiling stays charged.
+
+        How long the run would take without exploring is asked anew: its devices may be others.
+        """
+        self.account = dataclasses.replace(earlier.account, expected_s=math.nan)
+        self._outcomes = dataclasses.replace(earlier.outcomes, _first=None)
         self._began_s = now_s - earlier.passed_s
 
     def next(

@@ -128,8 +128,7 @@ class BatchHistory:
     From this follow the memory for the next run, and how far the batch of an earlier run may guide this one.
     """
 
-    # Every batch with the samples trained on before it was chosen, without failed trials; empty if the
-    # run began in another process.
+    # Every batch with the samples trained on before it was chosen, without failed trials; empty if unknown.
     _chosen: list[tuple[int, BatchConfig]] = field(default_factory=list)
     _noise: FirstNoise | None = None
     _settled: tuple[int, BatchConfig] | None = None  # last batch of an earlier run
@@ -142,6 +141,11 @@ class BatchHistory:
     def resume(self) -> None:
         """Forget the batches noted so far: the run used its first ones before, and which is not known."""
         self._chosen = []
+
+    def go_on(self, current: BatchConfig, since_samples: int) -> None:
+        """Note the batch that other processes go on with, which may be another than their last one."""
+        if self._chosen and self._chosen[-1][1] != current:
+            self.add(current, since_samples)
 
     def recall(self, earlier: ProgramMemory, current: BatchConfig) -> None:
         """Take over the first noise and the last batch of earlier runs."""

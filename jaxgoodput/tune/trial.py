@@ -18,9 +18,14 @@ class Trials:
     """Strategies that were ever switched to."""
 
     def resumed(self, current: BatchConfig) -> None:
-        """End a trial whose run goes on with `current` on other devices: there is no way back to its home."""
-        if self.home is not None and self.home.num_replicas != current.num_replicas:
+        """Go on with `current`, perhaps on other devices. A trial ends if there is no way back to its home.
+
+        Times of other strategies are not known any more, so that each may be tried again.
+        """
+        here = current.strategy, current.num_replicas
+        if self.home is not None and (self.home.strategy, self.home.num_replicas) != here:
             self.is_running, self.home = False, None
+        self.strategies = []
 
     def switched(self, situation: Situation, verdict: Verdict) -> None:
         """Note that the run switches to the configuration of a verdict, and whether as a trial."""

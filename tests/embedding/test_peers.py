@@ -221,3 +221,18 @@ def test_a_stranger_is_left_outside(secret):
 
     assert together(2, run, first=strange) == [[0, 1], [0, 1]]
     assert len(refused) == (secret is not None)
+
+
+def test_strangers_that_say_nothing_keep_nobody_waiting(monkeypatch):
+    monkeypatch.setattr(_wire, "_HELLO_S", 3600.0)  # beyond what processes wait for each other
+    held = []
+
+    def strange(address):
+        host, _, port = address.rpartition(":")
+        held.extend(socket.create_connection((host, int(port))) for _ in range(5))
+
+    try:
+        assert together(3, lambda rank, peers: rank, first=strange) == [0, 1, 2]
+    finally:
+        for sock in held:
+            sock.close()

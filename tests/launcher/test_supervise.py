@@ -116,6 +116,21 @@ def test_a_second_interrupt_kills(tmp_path):
     assert run(script, grace_s=600.0) == ProcessesEnd(137, told=True)
 
 
+def test_a_first_interrupt_after_another_signal_does_not(tmp_path):
+    script = f"""
+        trap ': > {tmp_path}/first' TERM
+        trap ': > {tmp_path}/second' INT
+        : > {tmp_path}/up
+        while [ ! -e {tmp_path}/first ]; do sleep 0.05; done
+        sleep 1
+        exit 143
+    """
+    signal_soon(signal.SIGTERM, tmp_path / "up")
+    signal_soon(signal.SIGINT, tmp_path / "first")
+    assert run(script, grace_s=600.0) == ProcessesEnd(143, told=True)
+    assert not (tmp_path / "second").exists(), "a signal to stop is passed on once"
+
+
 def test_the_handlers_from_before_are_put_back():
     kinds = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = [signal.getsignal(s) for s in kinds]

@@ -35,7 +35,7 @@ from jaxgoodput.engine.saved import LeafKind, differences
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe.events import Checkpoint, EvalEnd, FitStart, StepEnd
 from jaxgoodput.parallel.place import place
-from jaxgoodput.train.checkpoints.meta import VERSION, CheckpointMeta, WrongWorkdirError
+from jaxgoodput.train.checkpoints.meta import OLDEST, VERSION, CheckpointMeta, WrongWorkdirError
 from jaxgoodput.train.checkpoints.retention import Note, best_step, kept
 from jaxgoodput.train.checkpoints.writer import Checkpoints
 from jaxgoodput.train.config import Saving
@@ -681,7 +681,7 @@ saved_metas = objects(
     lost=st.none() | st.dictionaries(st.text(), counts, max_size=2),
     began=st.dictionaries(st.text(), st.text(), max_size=2),
     memory=st.none(),  # see test_run_memory.py
-    version=st.just(VERSION),
+    version=st.integers(OLDEST, VERSION),
 )
 
 
@@ -692,16 +692,18 @@ def test_what_the_host_saved_comes_back_through_json(saved):
     assert CheckpointMeta.from_json(json.loads(json.dumps(meta.to_json()))) == meta
 
 
-@given(saved=saved_metas, version=st.integers(0, 100).filter(lambda v: v != VERSION))
+@given(saved=saved_metas, version=st.integers(0, 100).filter(lambda v: not OLDEST <= v <= VERSION))
 def test_another_version_is_refused_by_its_number(saved, version):
     saved = {**saved, "version": version, "news": "of that time"}
-    told = f"version {version}, but this program reads version {VERSION}.* that wrote it"
+    told = (
+        f"version {version}, but this program reads versions {OLDEST} to {VERSION}.* that wrote it"
+    )
     with pytest.raises(WrongWorkdirError, match=told):
         CheckpointMeta.from_json(saved)
 
 
 def test_metadata_from_before_versions_are_refused_and_not_taken_for_damaged():
-    with pytest.raises(WrongWorkdirError, match="version 0, but this program reads version"):
+    with pytest.raises(WrongWorkdirError, match="version 0, but this program reads versions"):
         CheckpointMeta.from_json({"step": 3, "analyst": {}})
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import uuid
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -14,17 +15,19 @@ from problems import Evaluated, InStep, Recorder, config
 
 from jaxgoodput._fields import serial
 from jaxgoodput.clock import FakeClock
+from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.goodput.efficiency import GradGroups
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
+from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.events import Checkpoint, EvalEnd
-from jaxgoodput.train.checkpoints.memory import RunMemory, explored_in
-from jaxgoodput.train.checkpoints.meta import CheckpointMeta
+from jaxgoodput.train.checkpoints.memory import RunMemory, explored_in, findings_in
+from jaxgoodput.train.checkpoints.meta import OLDEST, CheckpointMeta
 from jaxgoodput.train.config import Config, Evaluation, Saving
 from jaxgoodput.train.control import Due, Preempted, Timers
 from jaxgoodput.train.decider import Findings
 from jaxgoodput.train.process import LAUNCHED, LauncherLink
 from jaxgoodput.train.runs.membership import Generation, ReleasedExit, RunSnapshot
-from jaxgoodput.tune.evidence import Evidence
+from jaxgoodput.tune.evidence import SETTLE_STEPS, Evidence
 from jaxgoodput.tune.exploring import Account, Explored, Explorer, Outcomes
 from jaxgoodput.tune.trial import Trials
 
@@ -86,13 +89,43 @@ def test_the_next_processes_learn_on_as_if_they_had_seen_it_all(
         assert serial.encode(ask(other)) == serial.encode(ask(one))
 
 
-@pytest.mark.parametrize(("replicas", "goes_on"), [(1, True), (2, False)])
-def test_a_trial_ends_where_there_is_no_way_back(replicas, goes_on):
-    trials = Trials(is_running=True, home=batch(16), strategies=["dp"])
-    trials.resumed(batch(64, replicas))
+@pytest.mark.parametrize(
+    ("now", "goes_on"),
+    [
+        (batch(64), True),
+        (batch(64, replicas=2), False),
+        (dataclasses.replace(batch(64), strategy="fsdp2"), False),
+    ],
+    ids=["as before", "more devices", "another strategy"],
+)
+def test_a_trial_ends_where_there_is_no_way_back(now, goes_on):
+    trials = Trials(is_running=True, home=batch(16), strategies=["data1"])
+    trials.resumed(now)
     assert trials.is_running is goes_on
     assert trials.home == (batch(16) if goes_on else None)
-    assert trials.strategies == ["dp"]
+    assert trials.strategies == [], "their times are not known any more"
+
+
+@given(
+    decides=st.tuples(st.booleans(), st.booleans()),
+    steps=st.tuples(st.integers(0, 20), st.integers(0, 20)),
+)
+def test_what_the_process_that_decides_has_found_is_preferred(decides, steps):
+    came, own = (
+        dataclasses.replace(
+            remembered(),
+            decides=one,
+            step=step,
+            findings=Findings(trials=Trials(strategies=[name])),
+        )
+        for one, step, name in zip(decides, steps, ["came", "own"], strict=True)
+    )
+    found = findings_in(came, own, came.step)
+    assert found is not None
+    # What came with the state, unless only this process decides, and it has not seen steps that are undone.
+    prefers_own = decides == (False, True) and own.step <= came.step
+    assert found.trials.strategies == ["own" if prefers_own else "came"]
+    assert findings_in(None, None, 0) is None
 
 
 # -- the account -------------------------------------------------------------------------------------
@@ -120,7 +153,14 @@ def test_the_account_is_that_of_the_whole_run(spent, passed):
 
 def remembered(explored=None, step=0):
     return RunMemory(
-        timers=Timers(), best_at=0.0, findings=Findings(), explored=explored, explored_step=step
+        timers=Timers(),
+        best_at=0.0,
+        best_of=None,
+        findings=Findings(),
+        decides=True,
+        step=step,
+        explored=explored,
+        explored_step=step,
     )
 
 
@@ -255,6 +295,19 @@ def test_checkpoints_and_evaluations_come_as_often_as_configured_on_hosts_that_c
 # -- a restart ---------------------------------------------------------------------------------------
 
 
+class Seeing(InStep):
+    """Keeps what the run remembers when it begins and when it ends."""
+
+    memories: ClassVar[list[RunMemory]] = []
+
+    def run(self):
+        Seeing.memories = [self.keeper.memory()]
+        try:
+            return super().run()
+        finally:
+            self.memories.append(self.keeper.memory())
+
+
 @pytest.mark.slow
 def test_a_restart_goes_on_with_what_was_learnt_and_with_its_timers(tmp_path):
     settings = config(
@@ -269,8 +322,13 @@ def test_a_restart_goes_on_with_what_was_learnt_and_with_its_timers(tmp_path):
     with pytest.raises(Preempted):
         first.fit()
     (saved,) = (tmp_path / "checkpoints").glob("[0-9]*")
-    later = Recorder()
-    Evaluated(settings, hooks=[later], loop=InStep).fit()
+    then = Evaluated(settings, hooks=[(later := Recorder())], loop=Seeing)
+    then.fit()
+    begun, ended = Seeing.memories
+    # It begins with the losses that the first run has seen, and adds its own.
+    assert begun.findings.evidence.now().num_steps + SETTLE_STEPS >= 15
+    assert ended.findings.evidence.now().num_steps > begun.findings.evidence.now().num_steps
+    assert ended.step == 60
     at = [e.step for e in (*seen.of(EvalEnd), *later.of(EvalEnd))]
     whole = Recorder()
     other = dataclasses.replace(settings, workdir=str(tmp_path / uuid.uuid4().hex))
@@ -279,8 +337,50 @@ def test_a_restart_goes_on_with_what_was_learnt_and_with_its_timers(tmp_path):
     assert saved.name == "15"
 
 
+def meta(memory):
+    return CheckpointMeta(
+        step=3,
+        samples=48,
+        cursor=Cursor(seed=1),
+        batch=batch(16),
+        timings={},
+        statistics_every=1,
+        ledger=TimeLedger(FakeClock()).saved(),
+        memory=memory,
+    )
+
+
+@given(seed=st.integers(0, 2**16), length=st.integers(0, 300), step=st.integers(0, 100))
+def test_a_memory_comes_back_with_its_checkpoint(seed, length, step):
+    rng, evidence = np.random.default_rng(seed), Evidence()
+    for number in range(length):
+        size = 64 if number > 150 else 16
+        evidence.add(batch(size), 16 * (number + 1), rng.normal(), size)
+    known = Explored(account=Account(spent_s=1.5), outcomes=Outcomes(), passed_s=2.0)
+    whole = dataclasses.replace(remembered(known, step), findings=Findings(evidence=evidence))
+    saved = json.loads(json.dumps(meta(whole).to_json(), allow_nan=False))
+    assert serial.encode(CheckpointMeta.from_json(saved).memory) == serial.encode(whole)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda memory: memory["findings"]["evidence"].update(of_a_later_version=1),
+        lambda memory: memory["findings"]["evidence"]["_calibration"]["likelihood"].pop(),
+        lambda memory: memory.pop("timers"),
+        lambda memory: memory.update(best_at="soon"),
+    ],
+    ids=["unknown field", "another length", "missing field", "another type"],
+)
+def test_a_memory_that_cannot_be_read_costs_no_checkpoint(caplog, spoil):
+    saved = json.loads(json.dumps(meta(remembered()).to_json()))
+    spoil(saved["memory"])
+    found = CheckpointMeta.from_json(saved)
+    assert found == meta(None)
+    assert "what the run remembered besides its state cannot be read" in caplog.text
+
+
 def test_a_checkpoint_from_before_there_was_a_memory_is_read():
-    fields = {f.name: f for f in dataclasses.fields(CheckpointMeta)}
-    assert fields["memory"].default is None
-    later = serial.encode(remembered()) | {"of a later version": 1}
-    assert serial.decode(later, RunMemory, "memory").findings.trials == Trials()
+    saved = meta(None).to_json() | {"version": OLDEST}
+    del saved["memory"]
+    assert CheckpointMeta.from_json(saved) == dataclasses.replace(meta(None), version=OLDEST)

@@ -182,19 +182,27 @@ def test_a_signal_during_an_evaluation_is_heard_at_the_next_step(tmp_path, own_h
     assert [s.step for s in seen.of(StepEnd)] == list(range(7, 13))
 
 
-def test_a_second_sigint_interrupts_at_once(tmp_path, own_handlers):
-    settings = counting_config(tmp_path, evaluation__every_base_steps=4.0)
-    with pytest.raises(KeyboardInterrupt):
-        Signalled(settings, signal.SIGINT, signal.SIGINT).fit()
-    assert given_back(own_handlers)
+TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
-@pytest.mark.slow
-def test_a_second_sigterm_does_not_hurry(tmp_path, own_handlers):
-    # Schedulers repeat themselves; what is being saved must not be cut off by it.
+@pytest.mark.parametrize(
+    "signals",
+    [
+        (INT, INT),
+        (TERM, INT),
+        *(
+            pytest.param(signals, marks=pytest.mark.slow)
+            for signals in [(TERM, TERM), (INT, TERM), (HUP, INT), (TERM, INT, INT)]
+        ),
+    ],
+    ids=lambda signals: "-".join(one.name for one in signals),
+)
+def test_only_a_second_sigint_interrupts(tmp_path, own_handlers, signals):
+    # Schedulers and launchers repeat themselves with other signals: what is being saved must not be cut off.
     settings = counting_config(tmp_path, evaluation__every_base_steps=4.0)
-    with pytest.raises(Preempted):
-        Signalled(settings, signal.SIGTERM, signal.SIGTERM).fit()
+    ends_by = KeyboardInterrupt if signals.count(INT) > 1 else Preempted
+    with pytest.raises(ends_by):
+        Signalled(settings, *signals).fit()
     assert given_back(own_handlers)
 
 

@@ -380,10 +380,10 @@ def test_a_run_that_was_getting_ready_ends_soon(guarding):
     assert set(ends) == {143}
 
 
-def test_a_second_sigint_ends_a_run_soon_and_a_second_sigterm_does_not(guarding):
+def test_a_second_sigint_ends_a_run_soon_and_other_signals_do_not(guarding):
     guard, clock, requests, ends, _ = guarding
     guard.watch(Looped())
-    for number in (signal.SIGTERM, signal.SIGTERM):
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
         hear(guard, number)
     wait_until(lambda: requests.signal)
     clock.advance(process.PROMPT_S + 1)

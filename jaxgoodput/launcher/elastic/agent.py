@@ -323,7 +323,7 @@ class Agent:
         self._failed: tuple[str, int, Child] | None = (
             None  # the last failed worker: name, code, process
         )
-        self._is_leaving = False
+        self._is_leaving = self._is_interrupted = False
         self._is_over = False  # the coordinator has said that the job is over
         self._is_finished = False
         self._code: int | None = None
@@ -381,14 +381,16 @@ class Agent:
             self._finish(SAVED)
 
     def _leave(self, signum: int) -> None:
-        """Have this host's workers leave the job after the current step; on a second signal, at once."""
+        """Have this host's workers leave the job after the current step; on a second SIGINT, at once."""
         if self._is_leaving:
-            self._workers.send_all(signal.SIGKILL)
+            if signum == signal.SIGINT and self._is_interrupted:
+                self._workers.send_all(signal.SIGKILL)
         else:
             self._is_leaving = True
             say(f"{self._part.name}: {signal.Signals(signum).name}, leaving the job")
             self._send(ev.Leave(self._part.name))
             self._workers.kill_after_grace()
+        self._is_interrupted |= signum == signal.SIGINT
         if not self._workers:
             self._finish(SAVED)
 

@@ -86,7 +86,7 @@ class Coordinator:
         `told` is polled for the name of a signal that this process received, or None. The first signal saves
         and stops the job; a second SIGINT ends it at once.
         """
-        is_told = False
+        is_told = is_interrupted = False
         while self._end is None and not (is_told and not self._agents and not self._state.members):
             try:
                 self._calls.get(timeout=TICK_S)()
@@ -94,8 +94,12 @@ class Coordinator:
                 self._happen(ev.Tick())
             name = told()
             if name is not None:
-                self._heed(name, is_second=is_told)
-                is_told = True
+                if not is_told:
+                    say(f"{name}: telling all processes to save and stop")
+                    self._stop()
+                elif name == "SIGINT" and is_interrupted:
+                    self._end = ev.EndJob(128 + signal.SIGINT, "it was interrupted twice")
+                is_told, is_interrupted = True, is_interrupted or name == "SIGINT"
             self._start_due()
             self._report_waiting()
         return SAVED if self._end is None else self._end.code
@@ -143,13 +147,6 @@ class Coordinator:
         self._state, actions = rendezvous.step(self._state, event, self._clock.now())
         for action in actions:
             _ACTIONS[type(action)](self, action)
-
-    def _heed(self, name: str, *, is_second: bool) -> None:
-        if not is_second:
-            say(f"{name}: telling all processes to save and stop")
-            self._stop()
-        elif name == "SIGINT":
-            self._end = ev.EndJob(128 + signal.SIGINT, "it was interrupted twice")
 
     def _stop(self) -> None:
         self._happen(ev.Stop())

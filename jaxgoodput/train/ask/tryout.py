@@ -29,8 +29,9 @@ from jaxgoodput.train.start.problem import problem_of
 from jaxgoodput.train.trainer import Trainer
 
 TIME_S = 50.0
-# Noise estimates that are enough, how long they are waited for, and the steps that are tried at least.
-ENOUGH_NOISE, NOISE_S, NOISE_STEPS = 40.0, 12.0, 12
+# Noise estimates that are enough, how long they are waited for, and the steps that are tried at least. The
+# noise mostly grows: that of the middle of a run tells more of the whole, if the middle comes so soon.
+ENOUGH_NOISE, NOISE_S, NOISE_STEPS, MIDDLE = 40.0, 10.0, 12, 0.5
 # For how long steps of a batch are timed, and how many at least. Short steps are dispatched together after a
 # while, so that the second half counts.
 TIMED_S, TIMED_STEPS = 4.0, 6
@@ -202,7 +203,7 @@ def tryout(trainer: Trainer, *, time_s: float = TIME_S, clock: Clock | None = No
         # The noise and the time of the base batch come from runs of one length: a schedule is part of the
         # program, which need not be compiled twice then.
         own = own if (length or 0) >= LONG_ENOUGH else _extended(own)
-        noise, num_noise_steps = _noise(trainer, own, folder, clock, began_s, time_s)
+        noise, num_noise_steps = _noise(trainer, own, folder, clock, began_s, time_s, length)
         upper = noise.noise_interval.upper
         batches, limit = _timed(
             trainer,
@@ -273,14 +274,24 @@ def try_loss(
 
 
 def _noise(
-    trainer: Trainer, own: Config, folder: str, clock: Clock, began_s: float, time_s: float
+    trainer: Trainer,
+    own: Config,
+    folder: str,
+    clock: Clock,
+    began_s: float,
+    time_s: float,
+    length: float | None,
 ) -> tuple[Window, int]:
-    """Return the last window of a run that measures the noise at every step, and its number of steps."""
+    """Return the last window of a run that measures the noise at every step, and its number of steps.
+
+    `length` is that of the task's own run in base steps, if it is known.
+    """
     end_s, least_s = began_s + NOISE_SHARE * time_s, NOISE_STEPS_SHARE * time_s
+    middle = math.inf if length is None else MIDDLE * length
 
     def is_enough(windows: list[Window], passed_s: float) -> bool:
         num_steps = sum(one.num_steps for one in windows)
-        is_known = windows[-1].noise_confidence >= ENOUGH_NOISE
+        is_known = windows[-1].noise_confidence >= ENOUGH_NOISE and num_steps >= middle
         is_long = passed_s >= NOISE_S and num_steps >= NOISE_STEPS
         return is_known or is_long or (passed_s >= least_s and clock.now() >= end_s)
 

@@ -1,11 +1,13 @@
 """`CheckpointMeta`: what a checkpoint says of itself; and which states can be saved, or belong to it."""
 
+import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from absl import logging
 from jaxtyping import PyTree
 
 from jaxgoodput._fields.serial import decode, encode
@@ -20,7 +22,7 @@ from jaxgoodput.observe.badput import SavedLedger
 from jaxgoodput.train.checkpoints.memory import RunMemory
 from jaxgoodput.tune.timings import TimingRow
 
-VERSION = 7  # of the metadata
+OLDEST, VERSION = 7, 8  # of the metadata: what is read, and written
 OWN_STATE = ".opt_state.own"  # path of what `adaptive` adds to the optimizer's state
 OPTIMIZER_STATE = ".opt_state"
 AVERAGE = ".ema"  # path of the average of the parameters
@@ -89,15 +91,27 @@ class CheckpointMeta:
     def from_json(cls, saved: Mapping[str, Any]) -> "CheckpointMeta":
         """Read what `to_json` wrote.
 
+        What the run remembered is left out if this program cannot read it: training does not depend on it.
+
         Raises WrongWorkdirError for another version, KeyError, TypeError or ValueError for anything else.
         """
         # The first metadata had no version.
-        if (version := saved.get("version", 0)) != VERSION:
+        if not OLDEST <= (version := saved.get("version", 0)) <= VERSION:
             raise WrongWorkdirError(
-                f"the checkpoint's metadata has version {version}, but this program reads version {VERSION}. "
-                "Resume with the version of jaxgoodput that wrote it."
+                f"the checkpoint's metadata has version {version}, but this program reads versions {OLDEST} "
+                f"to {VERSION}. Resume with the version of jaxgoodput that wrote it."
             )
-        return decode(saved, cls, "checkpoint")
+        meta = decode({**saved, "memory": None}, cls, "checkpoint")
+        try:
+            memory = decode(saved.get("memory"), RunMemory | None, "memory")
+        except ValueError as error:
+            logging.warning(
+                "what the run remembered besides its state cannot be read (%s). Its timers begin anew, and "
+                "it finds out anew which batches pay.",
+                error,
+            )
+            memory = None
+        return dataclasses.replace(meta, memory=memory)
 
 
 def require_same_model(folder: pathlib.Path, meta: CheckpointMeta, abstract: TrainState) -> None:

@@ -33,7 +33,9 @@ class Evaluations:
 
     def __post_init__(self):
         """Go on from the best evaluation before this start."""
-        self.best_at = 0.0 if self.start.earlier is None else self.start.earlier.best_at
+        earlier = self.start.earlier
+        is_same = earlier is not None and earlier.best_of == self.config.saving.best
+        self.best_at = earlier.best_at if earlier is not None and is_same else 0.0
 
     @property
     def num_batches(self) -> int:

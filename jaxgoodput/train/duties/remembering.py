@@ -33,14 +33,18 @@ class MemoryKeeper:
 
     def memory(self) -> RunMemory:
         """Return the memory as it is now. Callable from other threads."""
-        now, explored = self.start.now, self.analyst.explored()
-        step = now.step
+        now = self.start.now
+        step, (findings, explored) = now.step, self.analyst.known()
+        explored_step = step
         if explored is None or not self.start.is_chief:  # another process decides
-            explored, step = explored_in(self.of_process, self.start.earlier)
+            explored, explored_step = explored_in(self.of_process, self.start.earlier)
         return RunMemory(
             timers=self.due.timers(self.clock.now(), now.progress),
             best_at=self.evaluations.best_at,
-            findings=self.analyst.findings(),
+            best_of=self.evaluations.config.saving.best,
+            findings=findings,
+            decides=self.start.is_chief,
+            step=step,
             explored=explored,
-            explored_step=step,
+            explored_step=explored_step,
         )
