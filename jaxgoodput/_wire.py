@@ -12,7 +12,6 @@ may announce a number of bytes; they follow it in blocks that are signed as well
 import contextlib
 import hashlib
 import hmac
-import io
 import json
 import os
 import secrets
@@ -20,8 +19,6 @@ import socket
 import threading
 from collections.abc import Mapping
 from typing import Any
-
-from jaxgoodput.clock import Clock, SystemClock
 
 _NONCE_BYTES = 16
 _LONGEST_GREETING = 2**16  # bytes; the sender is not authenticated yet
@@ -39,37 +36,16 @@ def make_secret() -> str:
     return secrets.token_hex(32)
 
 
-class _Reader(io.RawIOBase):
-    """What a socket receives. Until `deadline_s` is None, all of it has to come by then.
-
-    A time limit of the socket itself begins anew with each byte.
-    """
-
-    def __init__(self, sock: socket.socket, clock: Clock, deadline_s: float):
-        self._sock = sock
-        self._clock = clock
-        self.deadline_s: float | None = deadline_s
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        if self.deadline_s is not None:
-            left_s = self.deadline_s - self._clock.now()
-            if left_s <= 0:
-                raise TimeoutError("it took too long")
-            self._sock.settimeout(left_s)
-        return self._sock.recv_into(buffer)
-
-
 class Channel:
     """One signed connection. Any thread may send; only one thread may receive."""
 
     def __init__(self, sock: socket.socket, secret: str, *, is_server: bool):
-        clock = SystemClock()
         self._sock = sock
-        self._reader = _Reader(sock, clock, clock.now() + _HELLO_S)
-        self._file = io.BufferedReader(self._reader)
+        self._file = sock.makefile("rb")
+        # A time limit of the socket begins anew with each byte.
+        self._deadline = threading.Timer(_HELLO_S, self._hang_up)
+        self._deadline.daemon = True
+        self._deadline.start()
         self._sending = threading.Lock()
         self._num_sent = self._num_received = 0
         self._mine, self._theirs = (b"server", b"client") if is_server else (b"client", b"server")
@@ -127,7 +103,7 @@ class Channel:
         except ConnectionError:
             self.close()
             raise
-        self._reader.deadline_s = None
+        self._deadline.cancel()
         self._sock.settimeout(None)
         return message
 
@@ -193,10 +169,15 @@ class Channel:
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
-        with contextlib.suppress(OSError):  # already closed
-            self._sock.shutdown(socket.SHUT_RDWR)
+        self._deadline.cancel()
+        self._hang_up()
         self._file.close()
         self._sock.close()
+
+    def _hang_up(self) -> None:
+        """End the connection: whoever reads from it reads no more."""
+        with contextlib.suppress(OSError):  # already closed
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def _exactly(self, count: int) -> bytes:
         data = self._file.read(count)

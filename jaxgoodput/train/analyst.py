@@ -95,6 +95,7 @@ class Analyst:
             depth=DEPTH,
             adapt=adapt,
             accumulates=config.accumulates,
+            needs_noise=config.policy != "fixed",
             book=lambda seconds: book("first_execution", seconds),
         )
         self._teller = hooking.Teller(

@@ -130,6 +130,7 @@ class Decider:
     `current` is the batch to start with, and `base` the base batch in samples; `now_s` the time, on a clock
     that all calls share. A change of the batch takes effect `depth` steps after the loop has taken it up.
     `book` is called with the seconds that each change has cost. Without `adapt` the batch stays as it is.
+    Without `needs_noise` nothing rests on the noise at the base batch, so that it is measured rarely.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class Decider:
         depth: int,
         adapt: bool = True,
         accumulates: bool = False,
+        needs_noise: bool = True,
         book: Callable[[float], None] = lambda seconds: None,
     ):
         self.current = current
@@ -153,7 +155,10 @@ class Decider:
         self.timings = StrategyTimings(1, book)
         self.feeding = FeedingTimes()
         self.evidence = Evidence()
-        self.cadence = NoiseCadence(statistics.every_steps, statistics.overhead)
+        self.cadence = NoiseCadence(
+            statistics.every_steps, statistics.overhead, is_needed=needs_noise
+        )
+        self._needs_noise = needs_noise
         self._tuning = tuning
         self._sizes = sizes
         self._starter = starter
@@ -388,6 +393,7 @@ class Decider:
                 self.timings.key(current, measured=True),
                 is_known=noise.is_known,
                 newest_samples=noise.newest_samples,
+                is_needed=self._needs_noise or current.global_batch_size != self._base,
                 may_block=current.num_replicas == current.num_micro_batches == 1,
             ),
             adapt=self._adapt,

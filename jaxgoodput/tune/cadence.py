@@ -9,6 +9,8 @@ from jaxgoodput.tune.timings import MIN_COUNT, TimingKey, TimingTable
 # Used when the noise is first known, until steps with and without a measurement have been timed and can be
 # compared; and after the batch has grown, until the noise has been measured again.
 FIRST_CADENCE = 10
+# The same where nothing rests on the noise: a measurement may take as long again as a step.
+RARE_CADENCE = 50
 
 
 def statistics_cadence(
@@ -34,11 +36,12 @@ class NoiseCadence:
     """The number of steps between two noise measurements, now and from the next verdict on.
 
     `fixed` is the user's own choice; if None, the cost of a measurement decides, up to `overhead` of the
-    time.
+    time. `is_needed` says whether anything but the record rests on the noise: then every step measures until
+    it is known.
     """
 
-    def __init__(self, fixed: int | None, overhead: float):
-        self.every = fixed or 1  # every step until the noise is known
+    def __init__(self, fixed: int | None, overhead: float, *, is_needed: bool = True):
+        self.every = fixed or (1 if is_needed else RARE_CADENCE)
         self.measured_at = math.nan  # last step that measured the noise
         self._fixed = fixed
         self._overhead = overhead
@@ -61,20 +64,21 @@ class NoiseCadence:
         *,
         is_known: bool,
         newest_samples: float,
+        is_needed: bool = True,
         may_block: bool = True,
     ) -> int:
         """Return the cadence that the next verdict should use.
 
         `plain` and `measured` are the keys in `table` of steps without and with a measurement;
-        `newest_samples` is how many noise samples were taken since the batch last grew; `may_block` says
-        whether several steps may be dispatched at once.
+        `newest_samples` is how many noise samples were taken since the batch last grew; `is_needed` is as
+        above, at the present batch; `may_block` says whether several steps may be dispatched at once.
         """
         if self._fixed is not None:
             return self._fixed
-        if not is_known:
+        if is_needed and not is_known:
             return 1
         if min(table.count(plain), table.count(measured)) < MIN_COUNT:
-            return FIRST_CADENCE
+            return FIRST_CADENCE if is_needed else RARE_CADENCE
         cadence = statistics_cadence(
             table.median_s(plain), table.median_s(measured), overhead=self._overhead
         )
@@ -83,4 +87,5 @@ class NoiseCadence:
         # saves more than a measurement costs.
         is_short = may_block and table.median_s(plain) < SHORT_S
         cadence = max(cadence, FIRST_CADENCE if is_short else 2)
-        return min(FIRST_CADENCE, cadence) if newest_samples < MIN_SAMPLES else cadence
+        is_new = is_needed and newest_samples < MIN_SAMPLES
+        return min(FIRST_CADENCE, cadence) if is_new else cadence

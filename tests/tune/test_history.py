@@ -169,6 +169,34 @@ def test_the_cadence_waits_for_noise_and_times_and_then_keeps_its_share(
     assert NoiseCadence(5, 0.02).wanted(table, key, key, is_known=False, newest_samples=0.0) == 5
 
 
+@given(
+    plain=st.floats(1e-3, 1.0),
+    extra=st.floats(0.0, 1.0),
+    newest=st.sampled_from([0.0, 99.0]),
+    is_known=st.booleans(),
+)
+def test_noise_on_which_nothing_rests_costs_its_share_from_the_first_step_on(
+    plain, extra, newest, is_known
+):
+    cadence, timings = NoiseCadence(None, 0.02, is_needed=False), StrategyTimings(num_nodes=1)
+    seen = [cadence.every]
+
+    def look():
+        keys = (timings.key(at(32), measured=m) for m in (False, True))
+        about = {"is_known": is_known, "newest_samples": newest, "is_needed": False}
+        assert not cadence.should_relax(timings.table(""), key, is_known=is_known)
+        seen.append(cadence.wanted(timings.table(""), *keys, **about))
+
+    key = timings.key(at(32), measured=False)
+    look()
+    timed(timings, at(32), plain)
+    look()
+    timed(timings, at(32), plain * (1 + extra), measured=True)
+    look()
+    assert all(extra / every <= 0.02001 for every in seen)
+    assert seen[-1] <= 50, "it is measured all the same"
+
+
 # -- the rest of the run -----------------------------------------------------------------------------
 
 
