@@ -86,16 +86,20 @@ class Peers:
         clock = SystemClock()
         end_s = clock.now() + CONNECT_S
         listener.settimeout(ACCEPT_S)
-        while len(self._channels) < self.count - 1:
-            if clock.now() >= end_s:
-                missing = sorted(set(range(self.count)) - {self.rank} - self._channels.keys())
-                raise TimeoutError(f"no call from process {missing} within {CONNECT_S:g} s")
-            with contextlib.suppress(TimeoutError):
-                greeters.start(functools.partial(greet, listener.accept()[0]))
-            while not came.empty():
-                other, channel = came.get()
-                if self._channels.setdefault(other, channel) is not channel:
-                    channel.close()
+        try:
+            while len(self._channels) < self.count - 1:
+                if clock.now() >= end_s:
+                    missing = sorted(set(range(self.count)) - {self.rank} - self._channels.keys())
+                    raise TimeoutError(f"no call from process {missing} within {CONNECT_S:g} s")
+                with contextlib.suppress(TimeoutError):
+                    greeters.start(functools.partial(greet, listener.accept()[0]))
+                while not came.empty():
+                    other, channel = came.get()
+                    if self._channels.setdefault(other, channel) is not channel:
+                        channel.close()
+        finally:
+            while not came.empty():  # nobody waits for it any more
+                came.get()[1].close()
 
     def gather(
         self, lane: str, number: int, own: np.ndarray, *, about: Sequence[np.ndarray] = ()
