@@ -175,7 +175,7 @@ class Channel:
         self._sock.close()
 
     def _hang_up(self) -> None:
-        """End the connection: whoever reads from it reads no more."""
+        """End the connection: the other side reads no more from it."""
         with contextlib.suppress(OSError):  # already closed
             self._sock.shutdown(socket.SHUT_RDWR)
 

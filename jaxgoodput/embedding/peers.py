@@ -98,7 +98,7 @@ class Peers:
                     if self._channels.setdefault(other, channel) is not channel:
                         channel.close()
         finally:
-            while not came.empty():  # nobody waits for it any more
+            while not came.empty():  # they came after the deadline
                 came.get()[1].close()
 
     def gather(

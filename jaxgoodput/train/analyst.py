@@ -19,7 +19,7 @@ from jaxgoodput.observe.events import Event, FitEnd, StepEnd
 from jaxgoodput.train.compile_ahead import CompilationStarter, StrategyCompiler
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import DEPTH, Control, Requests
-from jaxgoodput.train.decider import Decider, Findings
+from jaxgoodput.train.decider import BatchFindings, Decider
 from jaxgoodput.train.reporter import Reporter, WindowInputs, tune_end
 from jaxgoodput.train.watcher import StepResult
 from jaxgoodput.tune.block_times import BlockTimes
@@ -66,7 +66,10 @@ class Analyst:
         self._clock = clock
         self._has_ended = False  # no verdict is of use any more
         self._thinking = threading.Lock()  # held while what is known changes
-        self._known: tuple[Findings, Explored | None] = (Findings(), None)  # at the last look
+        self._known: tuple[BatchFindings, Explored | None] = (
+            BatchFindings(),
+            None,
+        )  # at the last look
         # A schedule of the user's own needs the noise for what it changes.
         saves = config.compiles_behind and config.statistics.every_steps is None
         self._compiling = CompilationStarter(
@@ -158,7 +161,7 @@ class Analyst:
         self,
         timings: Mapping[str, Sequence[TimingRow]],
         statistics_every: int,
-        findings: Findings | None,
+        findings: BatchFindings | None,
         explored: Explored | None,
         samples: int,
     ) -> None:
@@ -167,7 +170,7 @@ class Analyst:
         if explored is not None:
             self._compiling.resume(explored, self._clock.now())
 
-    def known(self) -> tuple[Findings, Explored | None]:
+    def known(self) -> tuple[BatchFindings, Explored | None]:
         """Return a copy of what the run has found out of batches, and what exploring has cost and brought.
 
         The latter is None if the run does not explore. What was known before is returned if the analyst is

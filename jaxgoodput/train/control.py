@@ -440,6 +440,11 @@ class Due:
         evaluate_at.begin(progress, was.evaluate_base_steps)
         self._copies = DueEvery(keep_s, now_s)
 
+    def restart(self, now_s: float, progress: float) -> None:
+        """Count everything from this moment on."""
+        for by_time, by_progress in (self._saves, self._evaluations):
+            by_time.last, by_progress.last = now_s, progress
+
     def timers(self, now_s: float, progress: float) -> Timers:
         """Return the timers as they stand, for the run's next processes."""
         (save_s, save_at), (evaluate_s, evaluate_at) = self._saves, self._evaluations

@@ -112,7 +112,7 @@ class SizeStarter(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Findings:
+class BatchFindings:
     """What a run has learnt of batches, besides step times: what its next processes begin with."""
 
     is_part: ClassVar[bool] = True  # a checkpoint of another version may have more fields
@@ -184,7 +184,7 @@ class Decider:
         self,
         timings: Mapping[str, Sequence[TimingRow]],
         statistics_every: int,
-        findings: Findings | None,
+        findings: BatchFindings | None,
         samples: int,
     ) -> None:
         """Resume after `samples` with what the run knew before; None: an older checkpoint has no findings."""
@@ -199,9 +199,9 @@ class Decider:
         self._history.go_on(self.current, samples)
 
     @property
-    def findings(self) -> Findings:
+    def findings(self) -> BatchFindings:
         """A copy of what the run has learnt of batches so far."""
-        own = Findings(evidence=self.evidence, trials=self._trials, history=self._history)
+        own = BatchFindings(evidence=self.evidence, trials=self._trials, history=self._history)
         return copy.deepcopy(own)
 
     def recall(self, earlier: ProgramMemory) -> None:

@@ -43,7 +43,7 @@ from jaxgoodput.train.control import (
     Stopping,
     explained,
 )
-from jaxgoodput.train.decider import Findings
+from jaxgoodput.train.decider import BatchFindings
 from jaxgoodput.train.duties.certifying import Certifier
 from jaxgoodput.train.duties.evaluating import Evaluations
 from jaxgoodput.train.duties.reading import BatchReader
@@ -430,7 +430,10 @@ class Loop:
 
     def _evaluate(self, *, at_end: bool = False) -> bool:
         try:
-            return self._evaluations.evaluate(meanwhile=self._unless_stopping, at_end=at_end)
+            is_best = self._evaluations.evaluate(meanwhile=self._unless_stopping, at_end=at_end)
+            if at_end:
+                self.keeper.complete()
+            return is_best
         except Stopping:
             logging.info(
                 "the evaluation of step %d is skipped: a stop was requested", self.now.step
@@ -522,7 +525,7 @@ class Loop:
 
 def _analyst_of(
     loop: Loop,
-    findings: Findings | None,
+    findings: BatchFindings | None,
     explored: Explored | None,
     on_error: Callable[[BaseException], None],
     tuner: Callable[..., TunerThread],

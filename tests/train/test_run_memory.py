@@ -24,7 +24,7 @@ from jaxgoodput.train.checkpoints.memory import RunMemory, explored_in, findings
 from jaxgoodput.train.checkpoints.meta import OLDEST, CheckpointMeta
 from jaxgoodput.train.config import Config, Evaluation, Saving
 from jaxgoodput.train.control import Due, Preempted, Timers
-from jaxgoodput.train.decider import Findings
+from jaxgoodput.train.decider import BatchFindings
 from jaxgoodput.train.process import LAUNCHED, LauncherLink
 from jaxgoodput.train.runs.membership import Generation, ReleasedExit, RunSnapshot
 from jaxgoodput.tune.evidence import SETTLE_STEPS, Evidence
@@ -116,7 +116,7 @@ def test_what_the_process_that_decides_has_found_is_preferred(decides, steps):
             remembered(),
             decides=one,
             step=step,
-            findings=Findings(trials=Trials(strategies=[name])),
+            findings=BatchFindings(trials=Trials(strategies=[name])),
         )
         for one, step, name in zip(decides, steps, ["came", "own"], strict=True)
     )
@@ -156,7 +156,7 @@ def remembered(explored=None, step=0):
         timers=Timers(),
         best_at=0.0,
         best_of=None,
-        findings=Findings(),
+        findings=BatchFindings(),
         decides=True,
         step=step,
         explored=explored,
@@ -357,7 +357,7 @@ def test_a_memory_comes_back_with_its_checkpoint(seed, length, step):
         size = 64 if number > 150 else 16
         evidence.add(batch(size), 16 * (number + 1), rng.normal(), size)
     known = Explored(account=Account(spent_s=1.5), outcomes=Outcomes(), passed_s=2.0)
-    whole = dataclasses.replace(remembered(known, step), findings=Findings(evidence=evidence))
+    whole = dataclasses.replace(remembered(known, step), findings=BatchFindings(evidence=evidence))
     saved = json.loads(json.dumps(meta(whole).to_json(), allow_nan=False))
     assert serial.encode(CheckpointMeta.from_json(saved).memory) == serial.encode(whole)
 

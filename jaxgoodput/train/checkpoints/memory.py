@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxgoodput.train.control import Timers
-from jaxgoodput.train.decider import Findings
+from jaxgoodput.train.decider import BatchFindings
 from jaxgoodput.tune.exploring import Explored
 
 
@@ -23,7 +23,7 @@ class RunMemory:
     """Base steps at the best evaluation so far; 0 before it."""
     best_of: str | None
     """The metric by which it is the best."""
-    findings: Findings
+    findings: BatchFindings
     """What is known of batches: losses in all processes, bans and trials in the one that decides."""
     decides: bool
     """Whether this is the memory of the process that decides."""
@@ -44,7 +44,7 @@ def explored_in(*memories: RunMemory | None) -> tuple[Explored | None, int]:
 
 def findings_in(
     earlier: RunMemory | None, of_process: RunMemory | None, step: int
-) -> Findings | None:
+) -> BatchFindings | None:
     """Return what a run that goes on after `step` knows of batches; None if nothing is known.
 
     `earlier` came with its state, perhaps from a process that does not decide. What this process remembers

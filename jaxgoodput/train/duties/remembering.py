@@ -1,4 +1,4 @@
-"""`MemoryKeeper`: what a run remembers besides its state, to begin with and for whoever goes on with it."""
+"""`MemoryKeeper`: what a run remembers besides its state, to begin with and for its next processes."""
 
 from dataclasses import dataclass
 
@@ -30,6 +30,10 @@ class MemoryKeeper:
             keep_s=self.start.run.first_copy_s,
             earlier=None if earlier is None else earlier.timers,
         )
+
+    def complete(self) -> None:
+        """Set the timers anew after the last step, which has just been evaluated and is about to be saved."""
+        self.due.restart(self.clock.now(), self.start.now.progress)
 
     def memory(self) -> RunMemory:
         """Return the memory as it is now. Callable from other threads."""
