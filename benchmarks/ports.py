@@ -12,7 +12,8 @@ optax alone.
 
 * `losses` are of the fixed base batch. The difference is relative to the loop's loss; the table has the
   largest of the first 10 and of all steps.
-* `time` has the seconds of `--steps` steps after as many to warm up, of the port with `policy="fixed"` over
+* `time` has the seconds of `--steps` steps after `--warm` others, beside which programs may be compiled (in a
+  run of 100,000 steps, a block of several steps pays), of the port with `policy="fixed"` over
   the loop, pair by pair, with the order of the two reversed in every other pair; and the same of CPU seconds
   of all threads. What a recipe does between steps (the games of DQN) belongs to both.
 * `quality` is what the recipe's docstring promises, on the same held-out samples. Seconds run from the end of
@@ -53,6 +54,7 @@ flags.DEFINE_enum("check", "losses", ["losses", "time", "quality", "lines"], "Wh
 flags.DEFINE_list("only", list(NAMES), "Recipes.")
 flags.DEFINE_integer("pairs", 7, "Pairs of `time`.")
 flags.DEFINE_integer("steps", 400, "Timed steps of `time`.")
+flags.DEFINE_integer("warm", 1500, "Steps before those of `time`.")
 flags.DEFINE_integer("seeds", 3, "Seeds of `quality`.")
 
 NUM_LOSSES = 50
@@ -352,7 +354,7 @@ def losses(name: str) -> str:
 
 def timed(name: str, side: str, cache: str) -> tuple[float, float]:
     """Wall and CPU seconds of the timed steps of one side."""
-    first, last = FLAGS.steps, 2 * FLAGS.steps
+    first, last = FLAGS.warm, FLAGS.warm + FLAGS.steps
     marks = Marks(stop_after=last, at=(first, last))
     if side == "loop":
 

@@ -21,6 +21,8 @@ COSTS = {
     "threefry": 50,
     "erf_inv": 20,
 }
+# The same of a multiplication of a convolution that XLA:CPU does not leave to Eigen.
+LOOPED_CONVOLUTION = 40
 
 
 def matrix_flops(jaxpr: Jaxpr) -> float:
@@ -35,8 +37,11 @@ def elementary_work(jaxpr: Jaxpr) -> float:
     """Return how many additions take about as long as a traced program without its matrix products.
 
     An operation counts one addition for each number of its result, or as many as `COSTS` says; a reduction
-    also counts what it reads. A matrix product counts only its result, because the compiler's options do not
-    change how long it takes. The work is infinite if there is a `while`, whose trips are not known.
+    also counts what it reads. A matrix product or convolution counts only its result, because the compiler's
+    options do not change how long it takes. The exception is a convolution whose window has more places than
+    its input, as in the last layers of a network for small pictures: XLA:CPU swaps the two, which Eigen
+    cannot do backwards, and emits a loop. The work is infinite if there is a `while`, whose trips are not
+    known.
     """
     return _total(jaxpr, _work_of)
 
@@ -54,6 +59,8 @@ def _work_of(one: JaxprEqn) -> float:
     reads = name.startswith(("reduce", "arg", "cum"))
     shapes = _shapes([*one.invars, *one.outvars] if reads else one.outvars)
     cost = next((cost for start, cost in COSTS.items() if name.startswith(start)), 1)
+    if name == "conv_general_dilated" and _is_looped(one):
+        cost += LOOPED_CONVOLUTION * _flops_of(one) / (2 * math.prod(shapes[-1]))
     if name.startswith("reduce_window"):
         cost *= math.prod(one.params.get("window_dimensions", ()))
     return float(cost * sum(map(math.prod, shapes)))
@@ -76,6 +83,14 @@ def _of_one(one: JaxprEqn, of: Callable[[JaxprEqn], float]) -> float:
     if name == "cond":
         return max(inner, default=0.0)
     return sum(inner) if inner else of(one)
+
+
+def _is_looped(convolution: JaxprEqn) -> bool:
+    """Whether XLA:CPU emits a loop for a convolution: its window is larger than its input."""
+    spec = convolution.params["dimension_numbers"]
+    image, kernel, *_ = _shapes(convolution.invars)
+    window = math.prod(kernel[i] for i in spec.rhs_spec[2:])
+    return window > math.prod(image[i] for i in spec.lhs_spec[2:])
 
 
 def _flops_of(one: JaxprEqn) -> float:

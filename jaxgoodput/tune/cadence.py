@@ -11,10 +11,11 @@ from jaxgoodput.tune.timings import MIN_COUNT, TimingKey, TimingTable
 FIRST_CADENCE = 10
 # The same where nothing rests on the noise: a measurement may take as long again as a step.
 RARE_CADENCE = 50
+MOST, MOST_RARE = 256, 100_000  # steps between two measurements, whatever they cost
 
 
 def statistics_cadence(
-    plain_s: float, measured_s: float, *, overhead: float, most: int = 256
+    plain_s: float, measured_s: float, *, overhead: float, most: int = MOST
 ) -> int:
     """Return the steps between two noise measurements at which they cost at most `overhead` of the time.
 
@@ -80,7 +81,10 @@ class NoiseCadence:
         if min(table.count(plain), table.count(measured)) < MIN_COUNT:
             return FIRST_CADENCE if is_needed else RARE_CADENCE
         cadence = statistics_cadence(
-            table.median_s(plain), table.median_s(measured), overhead=self._overhead
+            table.median_s(plain),
+            table.median_s(measured),
+            overhead=self._overhead,
+            most=MOST if is_needed else MOST_RARE,
         )
         # If every step measured, no plain step would be timed again, and a wrong first comparison would
         # never be corrected. Between short steps that measure there must be room for a block of others: it

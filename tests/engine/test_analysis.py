@@ -148,3 +148,16 @@ def test_elementary_work_counts_loops_branches_and_what_reductions_read():
     assert pair >= 2 * 12
     for costly in (jnp.sort, jnp.cumsum, lambda x: jax.random.normal(jax.random.key(0), x.shape)):
         assert work(costly) >= 20 * 12
+
+
+def test_a_convolution_whose_window_is_larger_than_its_input_counts_as_a_loop():
+    def work(width):
+        image, window = jnp.ones((1, width, width, 2)), jnp.ones((3, 3, 2, 2))
+        traced = jax.make_jaxpr(
+            lambda x, w: jax.lax.conv_general_dilated(
+                x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+        )(image, window)
+        return elementary_work(traced.jaxpr) / (2 * width**2)
+
+    assert work(4) == work(3) == 1 and work(2) > 9 * 2 * 20
