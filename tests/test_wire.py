@@ -180,3 +180,20 @@ def test_a_server_that_is_gone_is_none():
     assert channel.receive() is None
     channel.close()
     thread.join(10)
+
+
+def test_connections_to_an_address_are_ended_and_others_are_not():
+    with contextlib.ExitStack() as stack:
+
+        def connected(address):
+            server = stack.enter_context(socket.create_server((address, 0)))
+            client = stack.enter_context(socket.create_connection(server.getsockname(), 5.0))
+            accepted, _ = server.accept()
+            accepted.settimeout(5.0)
+            return client, stack.enter_context(accepted)
+
+        lost, kept = connected("127.0.0.2"), connected("127.0.0.1")
+        assert wire.end_connections({"127.0.0.2"}) == 1
+        assert lost[0].recv(1) == lost[1].recv(1) == b"", "both sides hear of it"
+        kept[0].sendall(b"1")
+        assert kept[1].recv(1) == b"1"

@@ -6,7 +6,8 @@ Every process writes what it saw to `OUT/<its pid>.jsonl`: the steps that its ho
 with which it ended, in which every sample has been counted on the devices. The setting `initial` has the
 run begin with parameters that are given to it; with `stream` the samples of all epochs come as a stream, of
 which each process gets its own part with `stream=own`. STEP_S is what a read takes, of however many rows;
-with `by-row`, what a batch takes, of which a process that reads a half needs half the time.
+with `by-row`, what a batch takes, of which a process that reads a half needs half the time. With `may-stick`
+the device of the host that the file "stuck" names computes nothing more.
 """
 
 import dataclasses
@@ -35,6 +36,7 @@ from jaxgoodput.train.trainer import Trainer
 
 NUM_SAMPLES, BASE, WIDTH = 120, 12, 4
 INITIAL, STREAM, OWN, BY_ROW = "initial", "stream", "stream=own", "by-row"
+MAY_STICK = "may-stick"
 
 
 def times_seen():
@@ -106,8 +108,11 @@ class Stream:
 class Counting(Trainer):
     """Counts on the devices how often each sample was applied, beside a little real training."""
 
-    def __init__(self, config, *, step_s=0.0, by_row=False, stream=None, **options):
+    def __init__(
+        self, config, *, step_s=0.0, by_row=False, stream=None, may_stick=False, **options
+    ):
         super().__init__(config, **options)
+        self.may_stick = may_stick
         self.step_s, self.by_row = step_s, by_row
         self.stream = stream
 
@@ -118,7 +123,16 @@ class Counting(Trainer):
         own = params["count"][batch["id"]]
         # No use of the key: each replica has its own, and their number changes.
         mean = 0.5 * jnp.sum((params["w"][None] - batch["x"]) ** 2, axis=-1)
+        if self.may_stick:
+            mean += jax.pure_callback(self.stick, jax.ShapeDtypeStruct((), jnp.float32))
         return mean + jax.lax.stop_gradient(own) - own
+
+    def stick(self):
+        """Stand for the device: on the host that a file names, it never ends."""
+        named = pathlib.Path(self.config.workdir) / "stuck"
+        while named.exists() and named.read_text() == os.environ.get("JAXGOODPUT_HOST"):
+            time.sleep(0.1)
+        return np.float32(0)
 
     def optimizer(self):
         return optax.multi_transform(
@@ -205,7 +219,8 @@ def run(out, epochs, step_s, *settings, **options):
         options["initial"] = {"w": 3.0 + jnp.arange(WIDTH, dtype=jnp.float32)}
     if STREAM in settings or OWN in settings:
         options["stream"] = (epochs * NUM_SAMPLES, OWN in settings)
-    own = (INITIAL, STREAM, OWN, BY_ROW)
+    own = (INITIAL, STREAM, OWN, BY_ROW, MAY_STICK)
+    options["may_stick"] = MAY_STICK in settings
     made = config(out / "run", epochs, *(x for x in settings if x not in own))
     if "stream" in options:
         made = dataclasses.replace(made, epochs=None, base_steps=1e6)

@@ -499,6 +499,71 @@ def test_hosts_through_a_remote_shell_and_a_cable_that_is_cut(tmp_path, alone, c
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("ways", [[(0, 1)], [(2, 1), (1, 2)]], ids=["one way", "both ways"])
+def test_hosts_that_do_not_reach_each_other_any_more_cost_one_of_them(tmp_path, alone, ways):
+    """All of them reach the coordinator, and nothing says that what they send each other is lost."""
+    reason = namespaces.available()
+    if reason is not None:
+        pytest.skip(reason)
+    epochs = 300
+    shell = tmp_path / "shell"
+    shell.write_text(SHELL)
+    shell.chmod(0o755)
+    with namespaces.hosts(3) as made:
+        with Cluster(
+            tmp_path / "job",
+            epochs=epochs,
+            step_s=0.05,
+            nodes="1:3",
+            address=f"{made.root_address}:0",
+            options=(
+                *("--rsh", str(shell), "--hosts", ",".join(made.names)),
+                *("--silent-s", "5", "--admit-every-s", "1"),
+            ),
+        ) as cluster:
+            cluster.wait_for_processes(3)
+            for way in ways:
+                made.lose(*way)
+            cluster.wait_for_processes(2)
+            text = cluster.coordinator.text()
+            left_out = [name for name in made.names if f"{name} is left out" in text]
+            assert left_out and {made.names.index(name) for name in left_out} <= set(ways[0])
+            assert "did not reach" in text and "SIGKILL" not in text
+            for way in ways:
+                made.find(*way)
+            cluster.wait_for_processes(3)
+            cluster.hurry()
+            end, steps = cluster.finish()
+    check_same(alone, end, steps, epochs)
+
+
+def test_a_process_whose_device_computes_nothing_more_is_replaced_though_it_answers(
+    tmp_path, alone
+):
+    epochs = 200
+    with Cluster(
+        tmp_path / "job",
+        epochs=epochs,
+        step_s=0.05,
+        nodes="1:2",
+        options=("--admit-every-s", "1", "--silent-s", "5"),
+        settings=("may-stick",),
+    ) as cluster:
+        cluster.agent("a", "b")
+        cluster.wait_for_processes(2)
+        first = cluster.pid("b")
+        stuck = cluster.folder / "run" / "stuck"
+        stuck.write_text("b")
+        cluster.coordinator.wait_for("its device has worked on its part of step", 60.0)
+        stuck.unlink()
+        cluster.wait(lambda lines: cluster.pid("b") != first)
+        cluster.wait_for_processes(2)
+        cluster.hurry()
+        end, steps = cluster.finish()
+    check_same(alone, end, steps, epochs, "may-stick")
+
+
+@pytest.mark.nightly
 def test_a_slow_host_takes_fewer_micro_batches_and_the_sum_is_the_same(tmp_path, alone):
     epochs = 15
 

@@ -155,14 +155,16 @@ def test_a_check_measures_this_machine_and_its_network():
     assert check.fetch_s is not None and check.fetch_s > 0
 
 
-def test_who_reaches_no_one_that_trains_is_left_out_with_their_names():
+def test_who_does_not_reach_all_that_train_is_left_out_with_their_names():
     with socket.create_server(("127.0.0.1", 0)) as free:
         nobody = f"127.0.0.1:{free.getsockname()[1]}"
     with serving(fitness.answer) as coordinator, serving(give) as peer:
         alone = fitness.examine(coordinator, [nobody], SECRET, SystemClock())
         both = fitness.examine(coordinator, [nobody, peer], SECRET, SystemClock())
+        peers = fitness.unreached_of({"a": nobody, "b": peer}, SECRET)
     assert nobody in fitness.unfit(alone, [], 2.0)
-    assert fitness.unfit(both, [], 2.0) == ""
+    assert nobody in fitness.unfit(both, [], 2.0) and peer not in both.unreached
+    assert list(peers) == ["a"] and "refused" in peers["a"]
 
 
 def test_a_coordinator_that_does_not_answer_a_probe_is_not_reached():

@@ -112,6 +112,17 @@ def test_a_cut_link_leaves_the_others_alone():
         assert call(made, 2, made.address(0)) == made.address(2)
 
 
+@pytest.mark.parametrize("way", [(0, 1), (1, 0)])
+def test_what_one_host_sends_another_can_be_lost_and_nothing_else(way):
+    with namespaces.hosts(3) as made, served(made.command(0, [*PYTHON, SERVE])):
+        assert call(made, 1, made.address(0)) == made.address(1)
+        made.lose(*way)
+        assert call(made, 1, made.address(0), SHORT_S) == "TimeoutError"
+        assert call(made, 2, made.address(0)) == made.address(2)
+        made.find(*way)
+        assert call(made, 1, made.address(0)) == made.address(1)
+
+
 def test_a_host_is_called_by_its_own_name_which_stands_for_its_own_address(pair):
     own = "import socket; name = socket.gethostname(); print(name, socket.gethostbyname(name))"
     before = socket.gethostname()

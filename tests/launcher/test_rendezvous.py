@@ -1,6 +1,7 @@
 """Laws of the coordinator's state machine under any order of events: nobody is left behind."""
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -38,6 +39,7 @@ class Process:
         self.state = "starting"  # waiting, set, training, stopped, dead
         self.form = None
         self.regroup = False
+        self.hung_up = False
         self.at_s = 0.0
 
 
@@ -59,6 +61,9 @@ class World:
         self.starts = []
         self.checks = []
         self.slow = {}  # times as slow as the others, by host
+        self.cuts = set()  # pairs of hosts that do not reach each other
+        self.is_silent = True  # what is sent over a cut link is lost, and neither side hears of it
+        self.tries = []
 
     def happen(self, event):
         before = self.machine
@@ -81,7 +86,8 @@ class World:
                 assert len(action.ranks) % machine.limits.group_size == 0
                 assert len(set(action.ranks)) == len(action.ranks)
                 # What any process has done that lives, the next generation goes on from.
-                assert action.holds == self.newest()
+                assert action.holds == self.newest(action.ranks)
+                assert not any(machine.cut_off_from(name, action.ranks) for name in action.ranks)
                 self.steps = min(self.steps, max(action.holds, 0))
             if isinstance(action, ev.Tell) and action.decision.decision == "left out":
                 left = [m for m in machine.members.values() if not m.leaves]
@@ -92,10 +98,12 @@ class World:
             if isinstance(action, ev.Go):
                 assert all(name in machine.members for name in machine.ranks)
 
-    def newest(self):
-        """The last step of which every place of a group is there."""
-        size = self.machine.limits.group_size
-        known = [p for p in self.living() if p.name in self.machine.members]
+    def newest(self, ranks):
+        """The last step of which every place of a group is there, and within reach of all that is known."""
+        machine = self.machine
+        size = machine.limits.group_size
+        known = [p for p in self.living() if p.name in machine.members]
+        known = [p for p in known if p.name in ranks or not machine.cut_off_from(p.name, ranks)]
         if size == 1:
             return max(p.step for p in known)
         done = [{p.step for p in known if p.place == place} for place in range(size)]
@@ -118,7 +126,7 @@ class World:
                     if process is not None and process.state == "set":
                         process.state, process.generation = "training", generation
                         process.step = max(process.form.holds, 0)
-                        process.regroup = False
+                        process.regroup = process.hung_up = False
                         if name not in self.stopped:  # as a process does when it begins
                             self.happen(ev.Beat(name, generation, process.step))
             case ev.Again(generation, members):
@@ -126,6 +134,12 @@ class World:
                     process = self.processes.get(name)
                     if process is not None and process.state in ("formed", "set"):
                         process.state = "rejoining"
+            case ev.TryLinks(members):
+                self.tries += [(self.now_s + self.rng.uniform(0.1, 1), n, members) for n in members]
+            case ev.HangUp(name, others):
+                assert others
+                if name in self.processes:
+                    self.processes[name].hung_up = True
             case ev.Kill(name, _):
                 process = self.processes.get(name)
                 if process is not None:
@@ -165,6 +179,24 @@ class World:
         self.hosts.add(host)
         self.happen(ev.HostArrived(host))
 
+    def is_cut(self, host, other):
+        return frozenset((host, other)) in self.cuts
+
+    def answer(self, name, members):
+        """Have a process try its links."""
+        process = self.processes.get(name)
+        if process is None or process.state == "dead" or name in self.stopped:
+            return
+        others = [self.processes[n] for n in members if n in self.processes]
+        others = [p for p in others if p.host != process.host]
+        lost = {
+            p.name
+            for p in others
+            if p.state == "dead" or p.name in self.stopped or self.is_cut(p.host, process.host)
+        }
+        reached = tuple(p.name for p in others if p.name not in lost)
+        self.happen(ev.LinksTried(name, reached, tuple(sorted(lost))))
+
     def living(self):
         return [p for p in self.processes.values() if p.state != "dead"]
 
@@ -178,11 +210,19 @@ class World:
             if at_s <= self.now_s:
                 self.checks.remove((at_s, host))
                 seconds = 1e-3 * self.slow.get(host, 1.0) * self.rng.uniform(1.0, 1.5)
-                self.happen(
-                    ev.HostExamined(
-                        host, Check(product_s=seconds, round_trip_s=seconds, send_s=1e-3)
-                    )
+                training = {p.host for p in self.living() if p.state == "training"}
+                lost = sorted(other for other in training if self.is_cut(host, other))
+                check = Check(
+                    product_s=seconds,
+                    round_trip_s=seconds,
+                    send_s=1e-3,
+                    unreached=", ".join(lost),
                 )
+                self.happen(ev.HostExamined(host, check))
+        for at_s, name, members in list(self.tries):
+            if at_s <= self.now_s:
+                self.tries.remove((at_s, name, members))
+                self.answer(name, members)
         for process in self.living():
             if process.name in self.stopped:
                 continue
@@ -199,6 +239,10 @@ class World:
                     assert size == 1 or source.place == place, "it has that part of the state"
                 has_place = size == 1 or process.place == place
                 has = source is None or (process.step == form.holds and has_place)
+                if not has and self.is_cut(source.host, process.host):
+                    self.answer(process.name, (holder,))
+                    self.wait(process)
+                    continue
                 if has or (source.state != "dead" and source.step == form.holds):
                     process.state = "set"
                     process.step = max(form.holds, -1)
@@ -219,7 +263,12 @@ class World:
             expected = len(self.machine.ranks) if generation == self.machine.generation else None
             whole = expected == len(ranks) and not any(p.name in self.stopped for p in ranks)
             asked = any(p.regroup for p in ranks)
-            if whole and not asked:
+            hosts = {p.host for p in ranks}
+            is_cut = any(self.is_cut(a, b) for a in hosts for b in hosts)
+            if is_cut and whole and self.is_silent and not any(p.hung_up for p in ranks):
+                for process in ranks:  # they wait for each other, and answer
+                    self.happen(ev.Beat(process.name, generation, process.step))
+            elif whole and not asked and not is_cut:
                 # One of them may see the step done and another not, if somebody dies now.
                 times = {p.name: self.slow.get(p.host, 1.0) for p in ranks}
                 step_s = 1.1 * max(times.values()) / len(ranks)
@@ -249,14 +298,26 @@ class World:
 def test_any_order_of_faults_ends_in_training_with_everybody(num_examples):
     seeds, least, hosts = st.integers(0, 10**9), st.integers(1, 3), st.integers(3, 6)
     worlds = given(seeds, least, hosts, st.integers(1, 3))
-    settings(max_examples=num_examples)(worlds(live))()
+    settings(max_examples=num_examples, deadline=None)(worlds(live))()
 
 
-def live(seed, least, num_hosts, group_size):
-    """A world with faults, and then a while without."""
-    limits = dataclasses.replace(FAST, least=least, group_size=group_size)
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("num_examples", [25, pytest.param(300, marks=pytest.mark.nightly)])
+def test_links_that_never_heal_cost_those_at_their_smaller_end_alone(num_examples):
+    seeds, least, hosts = st.integers(0, 10**9), st.integers(1, 2), st.integers(3, 6)
+    worlds = given(seeds, least, hosts, st.just(1), st.just(True))
+    settings(max_examples=num_examples, deadline=None)(worlds(live))()
+
+
+def live(seed, least, num_hosts, group_size, stay_cut=False):
+    """A world with faults, and then a while without, but for broken links if these stay."""
+    limits = dataclasses.replace(
+        FAST, least=least, group_size=group_size, most=6 if stay_cut else 4
+    )
     world = World(limits, seed)
     rng = world.rng
+    world.is_silent = rng.random() < 0.5
     for _ in range(num_hosts):
         world.add_host()
     for _ in range(60):
@@ -282,25 +343,50 @@ def live(seed, least, num_hosts, group_size):
                 world.happen(ev.Ready(process.name, process.generation - 1, 99999))
                 world.happen(ev.Ready(process.name, process.generation + 1, 99999))
                 world.happen(ev.SetUp(process.name, generation - 1))
+        elif fault < 0.29 and len(world.hosts) > 1:
+            world.cuts.add(frozenset(rng.sample(sorted(world.hosts), 2)))
+        elif fault < 0.31 and world.cuts:
+            world.cuts.pop()
     world.slow = {}
+    if not stay_cut:
+        world.cuts.clear()
     ends_s = [one.until_s - world.now_s for one in world.machine.hosts.values() if one.until_s]
-    for _ in range(80 + round(max(ends_s, default=0))):
+    for _ in range(120 + round(max(ends_s, default=0))):
         world.advance(1.0)
     # Of faults from which nobody's memory is left it goes on at its first step, so this is asked of the end.
     before = world.steps
-    for _ in range(5):
+    for _ in range(10 if stay_cut else 5):
         world.advance(1.0)
-    machine = world.machine
+    assert world.ended is None
+    (require_largest_part if stay_cut else require_all)(world, least, before)
+
+
+def require_all(world, least, before):
+    machine, limits = world.machine, world.machine.limits
     assert not any(machine.is_left_out(host) for host in world.hosts), "who is left out comes back"
     hosts = {member.host for member in machine.members.values() if not member.leaves}
     assert hosts == world.hosts, "what has failed is replaced, what has left is not"
-    usable = min(len(hosts), limits.most) // group_size * group_size
+    usable = min(len(hosts), limits.most) // limits.group_size * limits.group_size
     if usable >= least:
         assert machine.stage is Stage.TRAINING and world.steps > before, world.log[-10:]
         here = sum(name in machine.members for name in machine.ranks)
         assert here == usable, "everybody takes part who can"
         assert not world.stopped & set(machine.ranks), "who stands still was killed"
-    assert world.ended is None
+
+
+def require_largest_part(world, least, before):
+    def is_whole(part):
+        return not any(world.is_cut(a, b) for a, b in itertools.combinations(part, 2))
+
+    parts = itertools.combinations(sorted(world.hosts), least)
+    if not any(map(is_whole, parts)):
+        return
+    machine = world.machine
+    assert world.steps > before, world.log[-10:]
+    hosts = {machine.members[name].host for name in machine.present_ranks}
+    assert is_whole(hosts) and len(hosts) >= least
+    for host in world.hosts - hosts:
+        assert not is_whole({*hosts, host}), "who reaches all takes part"
 
 
 def joined(limits, *names, now_s=0.0):
@@ -623,3 +709,90 @@ def test_fewer_than_a_group_is_nothing_to_wait_with_for_ever():
     machine = trained(dataclasses.replace(GROUP, most=2), "a", "b")
     machine, _ = run(machine, ev.Leave("b"))
     assert not machine.can_go_on, "who leaves takes a part along"
+
+
+def tried(member, *unreached, reached=()):
+    return ev.LinksTried(member, tuple(reached), unreached)
+
+
+def test_hosts_try_their_links_while_no_step_ends_and_not_before():
+    machine = trained(FAST, "a", "b", "c")
+    beats = [ev.Beat(n, 1, 3) for n in "abc"]
+    machine, actions = run(machine, *beats, ev.Tick(), now_s=104.0)
+    assert actions == []
+    machine, actions = run(machine, *beats, ev.Tick(), now_s=105.1)
+    assert actions == [ev.TryLinks(("a", "b", "c"))]
+    machine, actions = run(machine, *beats, ev.Tick(), now_s=108.0)
+    assert actions == [], "not all the time"
+    machine, actions = run(machine, *(ev.Beat(n, 1, 4) for n in "abc"), now_s=110.0)
+    machine, actions = run(machine, ev.Tick(), now_s=114.0)
+    assert not [x for x in actions if isinstance(x, ev.TryLinks)], "a step has ended since"
+
+
+def test_of_two_hosts_that_do_not_reach_each_other_the_others_go_on_with_one():
+    machine = trained(FAST, "a", "b", "c")
+    machine, _ = run(machine, *(ev.Beat(n, 1, 3) for n in "abc"), now_s=105.0)
+    machine, actions = run(machine, tried("b", "c", reached="a"), now_s=106.0)
+    told, end, *_ = actions
+    assert told.decision.host == "c" and "b did not reach c" in told.decision.why
+    assert told.decision.numbers["excluded_s"] == 1.0 and end == ev.EndGeneration(
+        ("a", "b", "c"), 1
+    )
+    assert [x for x in actions if isinstance(x, ev.HangUp)] == [
+        ev.HangUp("b", ("c",)),
+        ev.HangUp("c", ("b",)),
+    ], "or their sum would wait for minutes"
+    ready = [ev.Ready(n, 1, 3, state_at=n) for n in "abc"]
+    machine, actions = run(machine, *ready, now_s=107.0)
+    assert [x.ranks for x in actions if isinstance(x, ev.Form)] == [("a", "b")]
+
+
+def test_where_the_others_would_be_too_few_all_wait_with_their_state_until_the_link_is_back():
+    limits = dataclasses.replace(FAST, least=2, most=2)
+    machine = trained(limits, "a", "b")
+    machine, _ = run(machine, *(ev.Beat(n, 1, 3) for n in "ab"), now_s=105.0)
+    machine, actions = run(machine, tried("b", "a"), now_s=106.0)
+    assert ev.EndGeneration(("a", "b"), 1) in actions and machine.stage is Stage.GATHERING
+    machine, actions = run(machine, ev.Ready("a", 1, 3), ev.Ready("b", 1, 3), now_s=107.0)
+    asked = []
+    for now_s in range(108, 140):
+        machine, actions = run(machine, ev.Tick(), now_s=float(now_s))
+        asked += [now_s for x in actions if isinstance(x, ev.TryLinks)]
+        machine, _ = run(machine, *[tried("b", "a")] * bool(actions), now_s=float(now_s))
+    assert machine.stage is Stage.GATHERING and machine.generation == 1
+    assert len(asked) >= 3 and asked[2] - asked[1] > asked[1] - asked[0], "ever more rarely"
+    machine, actions = run(machine, tried("b", reached="a"), now_s=140.0)
+    assert [x.holds for x in actions if isinstance(x, ev.Form)] == [3]
+
+
+def test_who_is_silent_itself_says_nothing_of_a_link():
+    machine = trained(FAST, "a", "b", "c")
+    machine, _ = run(machine, *(ev.Beat(n, 1, 3) for n in "abc"), now_s=101.0)
+    machine, _ = run(machine, ev.Beat("a", 1, 3), ev.Beat("b", 1, 3), now_s=105.0)
+    machine, actions = run(machine, tried("a", "c"), tried("b", "c"), now_s=105.0)
+    assert actions == [] and machine.cuts == {}
+
+
+def test_generations_that_end_by_themselves_without_a_step_follow_each_other_ever_more_slowly():
+    machine, formed = trained(FAST, "a", "b"), []
+    for tenth in range(10000, 11000):
+        generation = machine.generation
+        events = {
+            Stage.TRAINING: [ev.Ready(n, generation, 0) for n in "ab"],
+            Stage.FORMING: [ev.SetUp(n, generation) for n in "ab"],
+        }.get(machine.stage, [ev.Ready("b", generation, 0), ev.Tick()])
+        machine, actions = run(machine, *events, now_s=tenth / 10)
+        formed += [tenth / 10 for x in actions if isinstance(x, ev.Form)]
+    gaps = [b - a for a, b in itertools.pairwise(formed)]
+    assert len(formed) <= 7 and gaps[-1] > 16 and sorted(gaps) == gaps
+
+
+def test_of_a_step_that_never_ends_whose_device_is_stuck_goes_and_not_if_all_are():
+    machine = trained(FAST, "a", "b", "c")
+    long = [ev.Beat(n, 1, 3, device_s=9.0, is_stuck=n != "a") for n in "abc"]
+    machine, actions = run(machine, *long, now_s=105.0)
+    assert not [x for x in actions if isinstance(x, ev.Kill)], "nobody waits for them"
+    machine = trained(FAST, "a", "b", "c")
+    machine, actions = run(machine, ev.Beat("a", 1, 3), *long[1:2], ev.Beat("c", 1, 3), now_s=105.0)
+    (kill,) = [x for x in actions if isinstance(x, ev.Kill)]
+    assert kill.member == "b" and "part of step 4 for 9 s" in kill.why

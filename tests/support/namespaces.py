@@ -45,6 +45,15 @@ class Hosts:
         """Put it back."""
         _ip("link", "set", self.names[i], "up")
 
+    def lose(self, i: int, j: int) -> None:
+        """Lose what host `i` sends to host `j`, silently; what it gets from there still comes."""
+        to = (self.address(j), "lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
+        _ip("-n", self.names[i], "neigh", "replace", *to)
+
+    def find(self, i: int, j: int) -> None:
+        """Lose it no more."""
+        _ip("-n", self.names[i], "neigh", "del", self.address(j), "dev", "eth0")
+
     def pids(self, i: int) -> list[int]:
         """The processes that run on host `i`."""
         return [int(pid) for pid in _ip("netns", "pids", self.names[i]).split()]

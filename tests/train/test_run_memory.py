@@ -228,6 +228,9 @@ class Host:
     def is_broken(self):
         return False
 
+    def device_at_work(self):
+        return contextlib.nullcontext()
+
     def computed(self, own):
         pass
 

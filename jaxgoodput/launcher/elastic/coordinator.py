@@ -214,6 +214,7 @@ class Coordinator:
                     count=len(action.ranks),
                     holds=action.holds,
                     state_at=self._state_at.get(holder),
+                    holder=holder,
                     neighbour_at=self._state_at.get(_neighbour(action.ranks, rank)),
                     failure_every_s=past_s / (self._state.num_failures + 1),
                     news=action.news,
@@ -223,6 +224,16 @@ class Coordinator:
     def _go(self, action: ev.Go) -> None:
         service = self._jax.begin(len(self._state.ranks))
         self._tell_all(self._state.ranks, messages.Connect(action.generation, service))
+
+    def _try_links(self, action: ev.TryLinks) -> None:
+        state_at = {n: self._state_at[n] for n in action.members if n in self._state_at}
+        for name in action.members:
+            others = {n: at for n, at in state_at.items() if _host_of(n) != _host_of(name)}
+            self._tell(name, messages.Peers(others))
+
+    def _hang_up(self, action: ev.HangUp) -> None:
+        known = tuple(self._state_at[name] for name in action.others if name in self._state_at)
+        self._tell(action.member, messages.Unreachable(known))
 
     def _kill(self, action: ev.Kill) -> None:
         say(f"SIGKILL to {action.member}: {action.why}")
@@ -234,8 +245,9 @@ class Coordinator:
             self._starts.append((self._clock.now() + action.after_s, action.host))
 
     def _examine(self, action: ev.Examine) -> None:
-        peers = [self._state_at[n] for n in self._state.present_ranks if n in self._state_at]
-        self._tell_agent(action.host, messages.CheckHost(tuple(peers)))
+        here = [n for n in self._state.present_ranks if _host_of(n) != action.host]
+        peers = {_host_of(n): self._state_at[n] for n in here if n in self._state_at}
+        self._tell_agent(action.host, messages.CheckHost(tuple(peers.values())))
 
     def _admit(self, action: ev.Admit) -> None:
         self._forget_starts(action.host)  # all of its processes start now
@@ -292,6 +304,7 @@ class Coordinator:
             f"{waiting} processes are ready, and {state.limits.needed} are needed to train"
             + "".join(f", in a number of groups that divides {share}" for share in shares)
             + f"; connected hosts: {', '.join(self._agents) or 'none'}"
+            + "".join(f"; {a} does not reach {b}" for a, b in sorted(state.cuts))
         )
 
     def _tell(self, member: str, message: Any) -> None:
@@ -364,6 +377,8 @@ _ACTIONS: Mapping[type[ev.Action], Callable] = {
     ev.Form: Coordinator._form,
     ev.Go: Coordinator._go,
     ev.Again: Coordinator._pass_on,
+    ev.TryLinks: Coordinator._try_links,
+    ev.HangUp: Coordinator._hang_up,
     ev.Kill: Coordinator._kill,
     ev.StartProcess: Coordinator._start_process,
     ev.Examine: Coordinator._examine,

@@ -65,6 +65,15 @@ class Ready(JobEvent):
 
 
 @dataclass(frozen=True)
+class LinksTried(JobEvent):
+    """Event: a process has tried to reach others; it names those that answered, and those that did not."""
+
+    member: str
+    reached: tuple[str, ...]
+    unreached: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class SetUp(JobEvent):
     """Event: a process has the state that the generation resumes from, and can connect to the others."""
 
@@ -81,6 +90,10 @@ class Beat(JobEvent):
     step: int
     pace: Pace | None = None
     """Recent speed of the process, which only some heartbeats carry."""
+    device_s: float = 0.0
+    """How long the process has been waiting for its own device; 0 if it does not."""
+    is_stuck: bool = False
+    """Whether that is much longer than ever before."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +169,21 @@ class Again(Action):
 
     generation: int
     members: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TryLinks(Action):
+    """Action: have these processes try to reach each other; each answers with `LinksTried`."""
+
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class HangUp(Action):
+    """Action: have a process end its connections to others that it doesn't reach, or it waits for them."""
+
+    member: str
+    others: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,19 @@
 
 The processes of a host that is left out leave as if the host itself did. Its agent stays connected, and
 the host is checked again when its time is over, or as soon as the others are too few to train.
+
+A link between two hosts may break although both reach the coordinator. Where no step ends for a while, or a
+generation ends by itself, processes try to reach each other. Of hosts that don't, the job goes on with the
+largest part in which all reach all, and leaves the others out. If that part is too small, all wait until the
+link is back.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic import fitness
 from jaxgoodput.launcher.elastic.fitness import HostDecision, Pace
-from jaxgoodput.launcher.elastic.state import Host, KnownProcess, Stage, Turn
+from jaxgoodput.launcher.elastic.state import Host, KnownProcess, Rendezvous, Stage, Turn
 
 
 def arrive(turn: Turn, event: ev.HostArrived) -> None:
@@ -42,9 +47,10 @@ def examined(turn: Turn, event: ev.HostExamined) -> None:
     why = fitness.unfit(check, others, turn.state.limits.exclude_slow)
     turn.change_host(host, check=check, is_asked=False)
     if why and turn.state.suffices_without(host):
-        _leave_out(turn, host, why, {})
+        _leave_out(turn, host, why, {}, is_cut=bool(check.unreached))
         return
     turn.change_host(host, until_s=None)
+    turn.change(cuts={pair: s for pair, s in turn.state.cuts.items() if host not in pair})
     if known.until_s is not None:
         passed = why or f"it has passed its check: {check}"
         turn.announce(HostDecision(host=host, decision="taken in again", why=passed))
@@ -123,11 +129,21 @@ def _reconsider(turn: Turn, host: str, until_s: float) -> None:
         turn.change_host(host, until_s=None)
 
 
-def _leave_out(turn: Turn, host: str, why: str, numbers: Mapping[str, float]) -> None:
-    """Exclude a host: have its processes leave, and start none on it for a while."""
-    before = turn.state.hosts.get(host, Host()).num_exclusions
-    seconds = turn.state.limits.exclude_s * 2.0 ** min(before, 16)
-    turn.change_host(host, num_exclusions=before + 1, until_s=turn.now_s + seconds)
+def _leave_out(
+    turn: Turn, host: str, why: str, numbers: Mapping[str, float], *, is_cut: bool = False
+) -> None:
+    """Exclude a host: have its processes leave, and start none on it for a while.
+
+    A broken link (`is_cut`) may be back in a moment, and another check of it costs the others nothing.
+    """
+    known, longest_s = turn.state.hosts.get(host, Host()), turn.state.limits.exclude_s
+    if is_cut:
+        seconds = min(2.0 ** min(known.num_cut_off, 16), longest_s)
+        turn.change_host(host, num_cut_off=known.num_cut_off + 1)
+    else:
+        seconds = longest_s * 2.0 ** min(known.num_exclusions, 16)
+        turn.change_host(host, num_exclusions=known.num_exclusions + 1)
+    turn.change_host(host, until_s=turn.now_s + seconds)
     turn.dismiss(host)
     turn.announce(
         HostDecision(
@@ -137,3 +153,165 @@ def _leave_out(turn: Turn, host: str, why: str, numbers: Mapping[str, float]) ->
             numbers={**numbers, "excluded_s": seconds},
         )
     )
+
+
+# -- hosts that do not reach each other ----------------------------------------------------------------
+
+_MOST_SEARCHED = 16  # hosts with a broken link, among which the largest part is found for sure
+_LONGEST_PAUSE_S = 30.0
+
+
+def links_tried(turn: Turn, event: ev.LinksTried) -> None:
+    """Note which hosts a process reached, and which it did not although the coordinator does."""
+    member = turn.state.members.get(event.member)
+    if member is None:
+        return
+    cuts = dict(turn.state.cuts)
+    for name in event.reached:
+        if name in turn.state.members:
+            cuts.pop((member.host, turn.state.members[name].host), None)
+    for name in event.unreached:
+        other = turn.state.members.get(name)
+        if other is not None and other.host != member.host and _answers(turn, other):
+            cuts[member.host, other.host] = turn.now_s
+    turn.change(cuts=cuts)
+
+
+def _answers(turn: Turn, process: KnownProcess) -> bool:
+    """Whether the coordinator has heard from a process lately, which therefore lives."""
+    if process.killed_s is not None or process.is_released:
+        return False
+    lately_s = turn.state.limits.silent_s / 2
+    return process.waits or (process.beat_s or -lately_s) > turn.now_s - lately_s
+
+
+def together(state: Rendezvous, names: Iterable[str]) -> tuple[str, ...]:
+    """Return those of some processes with which to train: the largest part in which all hosts reach all.
+
+    A part that holds the newest state is preferred to a larger one without, and of equal ones that with the
+    first ranks.
+    """
+    names = tuple(names)
+    hosts = {state.members[name].host for name in names}
+    cut = {
+        one: {other for other in hosts if other != one and state.is_cut(one, other)}
+        for one in hosts
+    }
+    if not any(cut.values()):
+        return names
+    newest = max(_step_of(state, name) for name in names)
+
+    def worth(part: frozenset[str]) -> tuple[bool, bool, int, float]:
+        inside = [name for name in names if state.members[name].host in part]
+        share = next((s for n in inside if (s := state.members[n].share) is not None), None)
+        count = state.limits.usable(len(inside), share)
+        # The step that is under way may have ended in one process and not in another.
+        has_state = any(_step_of(state, name) >= newest - 1 for name in inside)
+        ranks = [state.ranks.index(n) if n in state.ranks else len(state.ranks) for n in inside]
+        return count > 0, has_state, count, -sum(ranks) / max(len(ranks), 1)
+
+    def best(part: frozenset[str]) -> frozenset[str]:
+        first = max(sorted(part), key=lambda host: len(cut[host] & part))
+        if not cut[first] & part:
+            return part
+        without = best(part - {first})
+        if sum(bool(cut[host] & part) for host in part) > _MOST_SEARCHED:
+            return without
+        return max(best(part - cut[first]), without, key=worth)
+
+    kept = best(frozenset(hosts))
+    return tuple(name for name in names if state.members[name].host in kept)
+
+
+def _step_of(state: Rendezvous, name: str) -> int:
+    """Return the step of the state that a process has: it waits with it, or trains from there."""
+    member = state.members[name]
+    return member.held_step if member.holds is not None else (member.step or 0)
+
+
+def part(turn: Turn) -> None:
+    """Go on without hosts that others do not reach, if these suffice; else end the generation and wait."""
+    state, now_s = turn.state, turn.now_s
+    if state.cuts:
+        cuts = {pair: s for pair, s in state.cuts.items() if now_s - s < state.limits.cut_s}
+        turn.change(cuts=cuts)
+    state = turn.state
+    if not state.cuts or state.stage is Stage.OVER:
+        return
+    here = [
+        name
+        for name, one in state.members.items()
+        if not one.leaves and one.killed_s is None and (name in state.ranks or one.waits)
+    ]
+    kept = together(state, here)
+    if len(kept) == len(here):
+        return
+    if _is_parted(state):
+        turn.gather() if state.stage is Stage.TRAINING else turn.cancel_forming()
+    share = next((s for name in kept if (s := state.members[name].share) is not None), None)
+    if state.limits.usable(len(kept), share):
+        for host in sorted({state.members[name].host for name in here if name not in kept}):
+            _leave_out(turn, host, _why_cut(state, host, kept), {}, is_cut=True)
+
+
+def _is_parted(state: Rendezvous) -> bool:
+    """Whether the newest generation trains or forms with hosts that do not reach each other."""
+    if state.stage not in (Stage.TRAINING, Stage.FORMING):
+        return False
+    here = state.present_ranks
+    if state.stage is Stage.FORMING:
+        here = (*here, *(name for name in state.holders if name in state.members))
+    return any(state.cut_off_from(name, here) for name in here)
+
+
+def _why_cut(state: Rendezvous, host: str, kept: Iterable[str]) -> str:
+    others = sorted({state.members[name].host for name in kept})
+    ways = [
+        f"{a} did not reach {b}"
+        for a, b in sorted(state.cuts)
+        if (a == host and b in others) or (b == host and a in others)
+    ]
+    return (
+        f"{', '.join(ways)}, although both are connected to the coordinator. The hosts of a job must reach "
+        "each other on all ports"
+    )
+
+
+def try_links(turn: Turn) -> None:
+    """Have processes try to reach each other if no step ends, and again while some hosts do not."""
+    state, limits = turn.state, turn.state.limits
+    names = state.present_ranks or state.waiting
+    if state.stage is Stage.GATHERING:
+        names = tuple({**dict.fromkeys(state.present_ranks), **dict.fromkeys(state.waiting)})
+        is_idle = bool(state.outstanding)
+    else:
+        is_idle = state.stage is not Stage.OVER or bool(state.outstanding)
+    if len({state.members[name].host for name in names}) < 2:
+        return
+    is_idle &= turn.now_s - max(state.moved_s, state.since_s) >= limits.silent_s
+    is_cut = any(state.cut_off_from(name, names) for name in names)
+    pause_s = min(2.0 ** min(state.num_tried, 16), _LONGEST_PAUSE_S) if is_cut else limits.silent_s
+    if (is_idle or is_cut) and turn.now_s - state.tried_s >= pause_s:
+        ask_for_links(turn, names)
+
+
+def ask_for_links(turn: Turn, names: tuple[str, ...]) -> None:
+    """Have these processes try to reach each other."""
+    turn.change(tried_s=turn.now_s, num_tried=turn.state.num_tried + 1)
+    turn.act(ev.TryLinks(names))
+
+
+def hang_up(turn: Turn) -> None:
+    """Have processes that should come back end their connections to those that they do not reach.
+
+    Where packets are lost without a word, a collective would wait for them for minutes.
+    """
+    state = turn.state
+    if state.stage not in (Stage.GATHERING, Stage.OVER):
+        return
+    for name in state.outstanding:
+        others = state.cut_off_from(name, state.present_ranks)
+        told = state.members[name].hung_up_on
+        if set(others) - set(told):
+            turn.change_process(name, hung_up_on=(*told, *others), hung_up_s=turn.now_s)
+            turn.act(ev.HangUp(name, others))

@@ -14,6 +14,7 @@ import contextlib
 import heapq
 import statistics
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,6 +31,7 @@ _SIZE, _NUM_PRODUCTS = 256, 15
 _NUM_PINGS, _NUM_BYTES = 9, 2**22
 _ANSWER_S = 10.0
 _MOST_PEERS = 3
+_REACH_S, _NUM_ATTEMPTS, _MOST_AT_ONCE = 3.0, 2, 32
 
 
 # -- before it trains ----------------------------------------------------------------------------
@@ -50,7 +52,7 @@ class Check:
     failure: str = ""
     """Reason why the host cannot take part at all."""
     unreached: str = ""
-    """Peers that it did not reach: the coordinator, or all the training processes that it asked."""
+    """What it did not reach: the coordinator, or processes that train."""
 
     def __str__(self) -> str:
         if not self.send_s:
@@ -77,19 +79,37 @@ def examine(address: str, peers: Sequence[str], secret: str, clock: Clock) -> Ch
         return Check(failure=str(error) or type(error).__name__)
     except OSError as error:  # the coordinator may be busy for a moment
         return Check(unreached=f"the coordinator at {address} ({error})")
-    fetched, errors = [], []
+    fetched = []
     for peer in peers[:_MOST_PEERS]:
-        try:
+        with contextlib.suppress(OSError):  # whether it can be reached is asked of all peers below
             fetched.append(_from_peer(peer, secret, clock))
-        except OSError as error:  # a single peer may just have ended
-            errors.append(f"{peer} ({error})")
+    unreached = unreached_of({peer: peer for peer in peers}, secret)
     return Check(
         product_s=product_s,
         round_trip_s=round_trip_s,
         send_s=send_s,
         fetch_s=statistics.median(fetched) if fetched else None,
-        unreached=f"any process that trains: {', '.join(errors)}" if errors and not fetched else "",
+        unreached=", ".join(f"{peer} ({why})" for peer, why in unreached.items()),
     )
+
+
+def unreached_of(state_at: Mapping[str, str], secret: str) -> dict[str, str]:
+    """Return which of some training processes, given with their addresses by name, do not answer, and why."""
+
+    def attempt(address: str) -> str:
+        why = ""
+        for _ in range(_NUM_ATTEMPTS):
+            try:
+                with contextlib.closing(wire.connect(address, secret, timeout_s=_REACH_S)) as one:
+                    one.send({"type": "ping"})
+                return ""
+            except OSError as error:
+                why = str(error)
+        return why or "no answer"
+
+    with ThreadPoolExecutor(min(len(state_at), _MOST_AT_ONCE) or 1) as pool:
+        answers = zip(state_at, pool.map(attempt, state_at.values()), strict=True)
+        return {name: why for name, why in answers if why}
 
 
 def _product_s(clock: Clock) -> float:

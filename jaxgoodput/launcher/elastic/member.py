@@ -11,7 +11,7 @@ import math
 import queue
 import statistics
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from absl import logging
 
 from jaxgoodput import _jax
 from jaxgoodput import _wire as wire
-from jaxgoodput._worker import QueueWorker, Worker
+from jaxgoodput._worker import QueueWorker, Worker, Workers
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic import fitness, messages
@@ -33,6 +33,8 @@ from jaxgoodput.train.runs.membership import (
 )
 
 _FETCH_S = 60.0  # timeout of every message about a state
+_REACH_S = 5.0  # the same of the connection for it
+_UNUSUAL = 5.0  # times the longest wait for the device so far: a batch may grow
 _WINDOW = 5  # least number of steps whose median is reported; a few odd steps then do not count
 
 
@@ -57,6 +59,7 @@ class JobMembership:
         self._is_done = False  # whether the run is complete
         self._ask: Callable[[], None] = lambda: None
         self._pace = _PaceMeter(self._clock)
+        self._device = _DeviceWatch(self._clock)
         self._answers: queue.SimpleQueue[Any] = (
             queue.SimpleQueue()
         )  # None: the connection has ended
@@ -75,6 +78,7 @@ class JobMembership:
             # A copy that was not sent must not stop the training, which may never need it.
             on_error=partial(logging.warning, "the state was not copied to another host: %r"),
         )
+        self._links = Workers("links", partial(logging.error, "trying links failed: %r"))
         self._listener = Worker(
             "member", self._listen, on_error=partial(logging.error, "reading failed: %r")
         )
@@ -102,7 +106,12 @@ class JobMembership:
     def beat(self, step: int | None) -> None:
         """Send a heartbeat with the last finished step; None: this process trains no more."""
         if step is not None:
-            self._tell(ev.Beat(self._member, self._generation, step, self._pace.take()))
+            pace, device = self._pace.take(), self._device.seconds()
+            self._tell(ev.Beat(self._member, self._generation, step, pace, *device))
+
+    def device_at_work(self) -> contextlib.AbstractContextManager[None]:
+        """While this process waits for its own device; heartbeats tell how long that takes."""
+        return self._device.at_work()
 
     def computed(self, own: OwnPart) -> None:
         """Record how long this process's part of a step took; a later heartbeat reports it."""
@@ -159,6 +168,7 @@ class JobMembership:
                 logging.warning(
                     "the state of the run could not be fetched, trying again: %s", error
                 )
+                self._try_links({formed.holder: formed.state_at or ""})
                 continue
             if newest is not None:
                 self._keep_other_place(kept, place)
@@ -277,6 +287,24 @@ class JobMembership:
                 error,
             )
 
+    def _try_links(self, state_at: Mapping[str, str]) -> None:
+        """Tell the coordinator which of some processes this one reaches, given with their addresses."""
+        unreached = fitness.unreached_of(state_at, self._secret)
+        for name, why in unreached.items():
+            logging.warning("%s does not answer at %s: %s", name, state_at[name], why)
+        reached = tuple(name for name in state_at if name not in unreached)
+        self._tell(ev.LinksTried(self._member, reached, tuple(unreached)))
+
+    def _hang_up(self, state_at: Sequence[str]) -> None:
+        """End all connections to the hosts of these addresses, or a collective waits for them."""
+        hosts = {address.rpartition(":")[0].strip("[]") for address in state_at}
+        num_ended = wire.end_connections(hosts - {self._channel.own, self._channel.peer})
+        logging.warning(
+            "%d connections to %s were ended, which this process does not reach any more",
+            num_ended,
+            ", ".join(sorted(hosts)),
+        )
+
     def _tell(self, message: Any) -> None:
         try:
             self._channel.send(messages.encoded(message))
@@ -304,10 +332,43 @@ class JobMembership:
                 self._is_over = True
                 self._ask()
             return
+        if isinstance(message, messages.Peers):
+            self._links.start(lambda worker: self._try_links(message.state_at))
+            return
+        if isinstance(message, messages.Unreachable):
+            self._hang_up(message.state_at)
+            return
         if isinstance(message, messages.Connect):
             # Set here, not in `enter`: the next message may already end this generation.
             self._generation, self._is_over = message.generation, False
         self._answers.put(message)
+
+
+class _DeviceWatch:
+    """How long this process has been waiting for its own device. Read from another thread."""
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
+        self._began_s: float | None = None
+        self._longest_s = 0.0  # of the waits so far
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """While the device works."""
+        began_s = self._began_s = self._clock.now()
+        try:
+            yield
+        finally:
+            self._began_s = None
+        self._longest_s = max(self._longest_s, self._clock.now() - began_s)
+
+    def seconds(self) -> tuple[float, bool]:
+        """Return how long it has been at work, 0 if it is not, and whether much longer than ever before."""
+        began_s = self._began_s
+        if began_s is None:
+            return 0.0, False
+        seconds = self._clock.now() - began_s
+        return seconds, 0 < _UNUSUAL * self._longest_s < seconds
 
 
 class _PaceMeter:
@@ -415,6 +476,8 @@ class StateServer:
     def _answer(self, channel: wire.Channel, asked: Mapping[str, Any]) -> None:
         with contextlib.closing(channel):
             match asked["type"]:
+                case "ping":
+                    pass  # that there was an answer to its greeting is all that it wanted to know
                 case "probe":
                     fitness.give(channel)
                 case "copy":
@@ -426,7 +489,7 @@ class StateServer:
 
 def fetch(address: str, secret: str, place: int, step: int) -> RunSnapshot:
     """Fetch part number `place` of the state from another worker. Raises OSError if it does not have it."""
-    with contextlib.closing(wire.connect(address, secret, timeout_s=_FETCH_S)) as channel:
+    with contextlib.closing(wire.connect(address, secret, timeout_s=_REACH_S)) as channel:
         channel.be_patient(_FETCH_S)
         channel.send({"type": "fetch", "place": place, "step": step})
         message = channel.receive()

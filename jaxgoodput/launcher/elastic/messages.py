@@ -87,6 +87,8 @@ class Assignment:
     """Step of the state that all resume from; -1 if there is none."""
     state_at: str | None
     """Address of the worker that holds this worker's part of that state; None if there is no state."""
+    holder: str
+    """Name of that worker; empty if there is no state."""
     neighbour_at: str | None
     """Address of a worker on another host, which keeps copies for this one; None if there is none."""
     failure_every_s: float
@@ -105,6 +107,21 @@ class Connect:
 
 
 @dataclass(frozen=True)
+class Peers:
+    """Message to a worker: it is to try to reach other workers, and to answer with `events.LinksTried`."""
+
+    state_at: Mapping[str, str]
+    """Addresses at which they serve their state, by name."""
+
+
+@dataclass(frozen=True)
+class Unreachable:
+    """Message to a worker: it is to end all connections to the hosts of these addresses."""
+
+    state_at: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class SaveParts:
     """Message to a worker: collect the parts of the state after a step from these addresses, and save it."""
 
@@ -114,9 +131,10 @@ class SaveParts:
 
 
 FROM_AGENTS = (ev.ProcessExited, ev.Leave, ev.HostExamined)
-FROM_WORKERS = (ev.Ready, ev.SetUp, ev.Beat, ev.ProcessDone, Connected)
+FROM_WORKERS = (ev.Ready, ev.LinksTried, ev.SetUp, ev.Beat, ev.ProcessDone, Connected)
 TO_AGENTS = (Accepted, ev.Refuse, CheckHost, StartWorker, ev.Kill, StopWorkers, ev.EndJob)
 TO_WORKERS = (Welcome, Assignment, Connect, ev.Again, ev.EndGeneration, ev.Release, SaveParts)
+TO_WORKERS += (Peers, Unreachable)
 
 
 def encoded(message: Any) -> dict[str, Any]:

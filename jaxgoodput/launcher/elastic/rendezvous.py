@@ -70,9 +70,20 @@ def _ready(turn: Turn, event: ev.Ready) -> None:
     )
     if event.member in turn.state.ranks:
         if turn.state.stage is Stage.TRAINING:
-            turn.gather()  # it lost a peer, or was asked to come back
+            if turn.state.moved_s < turn.state.since_s:
+                exclusion.ask_for_links(turn, turn.state.present_ranks)
+                _pause(turn)
+            turn.gather()  # it lost a peer
         elif turn.state.stage is Stage.FORMING:
+            _pause(turn)
             turn.cancel_forming(but=[event.member])  # it could not fetch the state
+
+
+def _pause(turn: Turn) -> None:
+    """Have the next generation wait, ever longer, as this one ends by itself without a step."""
+    num_barren = turn.state.num_barren
+    pause_s = min(2.0 ** min(num_barren, 16), turn.state.limits.cut_s)
+    turn.change(num_barren=num_barren + 1, pause_until_s=turn.now_s + pause_s)
 
 
 def _set_up(turn: Turn, event: ev.SetUp) -> None:
@@ -87,7 +98,16 @@ def _beat(turn: Turn, event: ev.Beat) -> None:
     if member is None or event.generation != member.generation or member.killed_s is not None:
         return
     turn.change(furthest=max(turn.state.furthest, event.step))
-    turn.change_process(event.member, beat_s=turn.now_s, pace=event.pace or member.pace)
+    if member.step is not None and event.step > member.step:
+        turn.change(moved_s=turn.now_s, num_tried=0, num_barren=0)
+    turn.change_process(
+        event.member,
+        beat_s=turn.now_s,
+        step=event.step,
+        device_s=event.device_s,
+        is_stuck=event.is_stuck,
+        pace=event.pace or member.pace,
+    )
 
 
 def _done(turn: Turn, event: ev.ProcessDone) -> None:
@@ -173,6 +193,7 @@ _HANDLERS: Mapping[type[ev.JobEvent], Callable] = {
     ev.AgentLost: exclusion.lose_agent,
     ev.ProcessJoined: _join,
     ev.Ready: _ready,
+    ev.LinksTried: exclusion.links_tried,
     ev.SetUp: _set_up,
     ev.Beat: _beat,
     ev.ProcessDone: _done,
@@ -216,13 +237,33 @@ def _kill_silent(turn: Turn) -> None:
         member = state.members[name]
         if member.killed_s is not None:
             continue
-        if member.beat_s is not None:
-            if turn.now_s - member.beat_s >= limits.silent_s:
-                _kill(turn, name, f"it sent no heartbeat for {limits.silent_s:g} s")
-        elif state.stage is not Stage.TRAINING:
+        if member.beat_s is not None and turn.now_s - member.beat_s >= limits.silent_s:
+            _kill(turn, name, f"it sent no heartbeat for {limits.silent_s:g} s")
+        elif state.stage is Stage.TRAINING:
+            continue
+        elif member.hung_up_s is not None and turn.now_s - member.hung_up_s >= limits.silent_s:
+            _kill(turn, name, "it still waits for processes that it does not reach")
+        elif member.beat_s is None and turn.now_s - state.since_s >= limits.patience_s:
             # It may evaluate, save or compile, during which it sends no heartbeat.
-            if turn.now_s - state.since_s >= limits.patience_s:
-                _kill(turn, name, f"it did not come back within {limits.patience_s:g} s")
+            _kill(turn, name, f"it did not come back within {limits.patience_s:g} s")
+
+
+def _kill_stuck(turn: Turn) -> None:
+    """Kill processes whose device computes nothing any more while others wait for their part of a step."""
+    state, silent_s = turn.state, turn.state.limits.silent_s
+    # Processes of a group wait for each other within their part, so that all would seem stuck.
+    if state.stage is not Stage.TRAINING or state.limits.group_size > 1:
+        return
+    here = {n: state.members[n] for n in state.present_ranks if state.members[n].killed_s is None}
+    stuck = [n for n, one in here.items() if one.is_stuck and one.device_s >= silent_s]
+    if any(one.beat_s is not None and not one.device_s for one in here.values()):
+        for name in stuck:
+            _kill(
+                turn,
+                name,
+                f"its device has worked on its part of step {(here[name].step or 0) + 1} for "
+                f"{here[name].device_s:.0f} s, for which others wait",
+            )
 
 
 def _kill(turn: Turn, name: str, why: str) -> None:
@@ -313,9 +354,10 @@ def _regroup_if_needed(turn: Turn) -> None:
 
 
 def _form_if_possible(turn: Turn) -> None:
-    state, limits, waiting = turn.state, turn.state.limits, turn.state.waiting
+    state, limits = turn.state, turn.state.limits
+    waiting = exclusion.together(state, turn.state.waiting)
     count = limits.usable(len(waiting), state.members[waiting[0]].share) if waiting else 0
-    if state.outstanding or not count:
+    if state.outstanding or not count or turn.now_s < state.pause_until_s:
         return
     if state.generation == 0 and len(waiting) < limits.most and _some_start(state):
         if turn.now_s - state.since_s < limits.join_s:
@@ -328,7 +370,11 @@ def _form_if_possible(turn: Turn) -> None:
 
     ranks = _placed(state, sorted(waiting, key=order), count)
     # The newest state counts, even if it is held by a process that leaves or that is one too many.
-    others = [name for name, m in state.members.items() if m.waits and name not in ranks]
+    others = [
+        name
+        for name, m in state.members.items()
+        if m.waits and name not in ranks and not state.cut_off_from(name, ranks)
+    ]
     holders, held_step = state.newest_held([*ranks, *others])
     number = state.generation + 1
     turn.enter(Stage.FORMING, generation=number, ranks=ranks, holders=holders)
@@ -372,6 +418,11 @@ def _go_if_set(turn: Turn) -> None:
             holds=None,
             is_set=False,
             beat_s=None,
+            step=None,
+            device_s=0.0,
+            is_stuck=False,
+            hung_up_on=(),
+            hung_up_s=None,
             pace=None,
             num_slow=0,
         )
@@ -413,9 +464,13 @@ _RULES = (
     _give_up_killed,
     _kill_slow_starters,
     _kill_silent,
+    _kill_stuck,
     exclusion.compare,
     exclusion.check_again,
+    exclusion.part,
     _release,
     _proceed,
+    exclusion.try_links,
+    exclusion.hang_up,
     _end_job,
 )

@@ -49,6 +49,8 @@ class Limits:
     """How long a host is left out the first time; the time doubles with each repetition."""
     slow_windows: int = 8
     """Consecutive slow windows after which a host is left out; a window lasts several steps."""
+    cut_s: float = 60.0
+    """How long two hosts count as cut off from each other after an attempt to connect them has failed."""
 
     def __post_init__(self):
         if not 1 <= self.least <= self.most:
@@ -120,6 +122,16 @@ class KnownProcess:
     """Whether it has the state that the forming generation resumes from."""
     beat_s: float | None = None
     """Time of its last heartbeat in this generation; None before the first."""
+    step: int | None = None
+    """Step of that heartbeat."""
+    device_s: float = 0.0
+    """How long it had been waiting for its own device then; 0 if it did not."""
+    is_stuck: bool = False
+    """Whether that is much longer than ever before."""
+    hung_up_on: tuple[str, ...] = ()
+    """Processes of this generation to which it was told to end its connections."""
+    hung_up_s: float | None = None
+    """When it was told so last."""
     killed_s: float | None = None
     """Time at which it was sent SIGKILL; None if it was not."""
     leaves: bool = False
@@ -154,6 +166,8 @@ class Host:
     """Result of its last check."""
     num_exclusions: int = 0
     """How often it was left out so far."""
+    num_cut_off: int = 0
+    """How often it was left out because it did not reach others."""
     until_s: float | None = None
     """Time at which it is checked again and may come back; None if it is not left out."""
 
@@ -184,6 +198,18 @@ class Rendezvous:
     hosts: Mapping[str, Host] = field(default_factory=dict)
     news: tuple[HostDecision, ...] = ()
     """Decisions about hosts that the next generation will report."""
+    cuts: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """When one host did not reach another, by (from, to)."""
+    moved_s: float = 0.0
+    """Time at which a step was last seen to end."""
+    tried_s: float = 0.0
+    """Time at which processes were last asked to try to reach each other."""
+    num_tried: int = 0
+    """How often they were asked since a step ended."""
+    num_barren: int = 0
+    """Generations in a row that ended by themselves without a step."""
+    pause_until_s: float = 0.0
+    """Time before which no generation is formed."""
     num_failures: int = 0
     """Processes that have failed since the job began."""
     furthest: int = -1
@@ -236,6 +262,15 @@ class Rendezvous:
         others = [m for m in self.members.values() if not m.leaves and m.host != host]
         share = next((m.share for m in others if m.share is not None), None)
         return self.limits.usable(len(others), share) > 0
+
+    def is_cut(self, host: str, other: str) -> bool:
+        """Whether one of two hosts did not reach the other lately."""
+        return (host, other) in self.cuts or (other, host) in self.cuts
+
+    def cut_off_from(self, name: str, others: Iterable[str]) -> tuple[str, ...]:
+        """Return the processes among `others` whose hosts are cut off from the host of this one."""
+        host = self.members[name].host
+        return tuple(n for n in others if self.is_cut(host, self.members[n].host))
 
     def newest_held(self, names: Sequence[str]) -> tuple[tuple[str, ...], int]:
         """Find the newest state of which these processes together hold every part.

@@ -70,7 +70,8 @@ class Elastic:
         control = self.decisions.sent(batch.config)
         work, num_rows = accumulated(now, batch, measured=measured)
         assert work.sums is not None
-        jax.block_until_ready(work.sums.weight)
+        with self.membership.device_at_work():
+            jax.block_until_ready(work.sums.weight)
         own_end_s = self.clock.now()
         self.own_part = _own_part(engine, batch, num_rows, own_end_s - began_s)
         # The update donates the state, which would be lost if the sum failed under way.

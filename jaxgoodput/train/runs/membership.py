@@ -10,6 +10,7 @@ behind loses nothing by taking the state of another: samples belong to the state
 import io
 import json
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -134,6 +135,10 @@ class Membership(Protocol):
 
     def on_regroup(self, ask: Callable[[], None]) -> None:
         """Call `ask`, from another thread, when the present generation is about to end."""
+        ...
+
+    def device_at_work(self) -> AbstractContextManager[None]:
+        """While this process waits for its own device, whose part of a step it has dispatched."""
         ...
 
     def computed(self, own: OwnPart) -> None:
