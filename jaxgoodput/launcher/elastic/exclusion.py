@@ -46,7 +46,7 @@ def examined(turn: Turn, event: ev.HostExamined) -> None:
     others = _checks_of_others(turn, host)
     why = fitness.unfit(check, others, turn.state.limits.exclude_slow)
     turn.change_host(host, check=check, is_asked=False)
-    if why and turn.state.suffices_without(host):
+    if why and _suffice_without(turn.state, host):
         _leave_out(turn, host, why, {}, is_cut=bool(check.unreached))
         return
     turn.change_host(host, until_s=None)
@@ -117,7 +117,7 @@ def check_again(turn: Turn) -> None:
 
 def _reconsider(turn: Turn, host: str, until_s: float) -> None:
     here = [name for name, member in turn.state.members.items() if member.host == host]
-    is_needed = not turn.state.suffices_without(host)
+    is_needed = not _suffice_without(turn.state, host)
     if not here:
         if is_needed or turn.now_s >= until_s:
             turn.change_host(host, is_asked=True)
@@ -127,6 +127,14 @@ def _reconsider(turn: Turn, host: str, until_s: float) -> None:
         for name in here:
             turn.change_process(name, leaves=False)
         turn.change_host(host, until_s=None)
+
+
+def _suffice_without(state: Rendezvous, host: str) -> bool:
+    """Return whether the processes of the other hosts are enough for a generation."""
+    others = [name for name, m in state.members.items() if not m.leaves and m.host != host]
+    shares = (state.members[name].share for name in others)
+    share = next((share for share in shares if share is not None), None)
+    return bool(others) and state.limits.usable(len(together(state, others)), share) > 0
 
 
 def _leave_out(
@@ -158,7 +166,7 @@ def _leave_out(
 # -- hosts that do not reach each other ----------------------------------------------------------------
 
 _MOST_SEARCHED = 16  # hosts with a broken link, among which the largest part is found for sure
-_LONGEST_PAUSE_S = 30.0
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # between two attempts
 
 
 def links_tried(turn: Turn, event: ev.LinksTried) -> None:
@@ -166,23 +174,30 @@ def links_tried(turn: Turn, event: ev.LinksTried) -> None:
     member = turn.state.members.get(event.member)
     if member is None:
         return
-    cuts = dict(turn.state.cuts)
+    turn.change_process(event.member, tried_s=turn.now_s, unreached=event.unreached)
+    members, cuts = turn.state.members, dict(turn.state.cuts)
     for name in event.reached:
-        if name in turn.state.members:
-            cuts.pop((member.host, turn.state.members[name].host), None)
-    for name in event.unreached:
-        other = turn.state.members.get(name)
-        if other is not None and other.host != member.host and _answers(turn, other):
-            cuts[member.host, other.host] = turn.now_s
+        if name in members:
+            cuts.pop((member.host, members[name].host), None)
+    is_open = False
+    for name, one in members.items():
+        for other in (members[n] for n in one.unreached if n in members):
+            if one.host != other.host and _answers(turn, other):
+                cuts[one.host, other.host] = max(one.tried_s, cuts.get((one.host, other.host), 0.0))
+            else:
+                is_open |= name == event.member
     turn.change(cuts=cuts)
+    if is_open and turn.now_s - turn.state.tried_s >= _SHORTEST_PAUSE_S:
+        here = [n for n, one in members.items() if one.waits or n in turn.state.ranks]
+        ask_for_links(turn, tuple(here))  # whether those answer the coordinator
 
 
 def _answers(turn: Turn, process: KnownProcess) -> bool:
     """Whether the coordinator has heard from a process lately, which therefore lives."""
     if process.killed_s is not None or process.is_released:
         return False
-    lately_s = turn.state.limits.silent_s / 2
-    return process.waits or (process.beat_s or -lately_s) > turn.now_s - lately_s
+    heard_s = max(process.beat_s or 0.0, process.tried_s)
+    return heard_s > turn.now_s - turn.state.limits.silent_s / 2
 
 
 def together(state: Rendezvous, names: Iterable[str]) -> tuple[str, ...]:
@@ -247,7 +262,10 @@ def part(turn: Turn) -> None:
     if len(kept) == len(here):
         return
     if _is_parted(state):
-        turn.gather() if state.stage is Stage.TRAINING else turn.cancel_forming()
+        if state.stage is Stage.TRAINING:
+            turn.gather()
+        else:
+            turn.cancel_forming()
     share = next((s for name in kept if (s := state.members[name].share) is not None), None)
     if state.limits.usable(len(kept), share):
         for host in sorted({state.members[name].host for name in here if name not in kept}):
@@ -298,6 +316,10 @@ def try_links(turn: Turn) -> None:
 def ask_for_links(turn: Turn, names: tuple[str, ...]) -> None:
     """Have these processes try to reach each other."""
     turn.change(tried_s=turn.now_s, num_tried=turn.state.num_tried + 1)
+    for name in names:
+        member = turn.state.members[name]
+        if member.asked_s <= member.tried_s:
+            turn.change_process(name, asked_s=turn.now_s)
     turn.act(ev.TryLinks(names))
 
 

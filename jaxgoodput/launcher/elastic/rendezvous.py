@@ -29,6 +29,7 @@ from jaxgoodput.launcher.elastic.state import KnownProcess, Rendezvous, Stage, T
 from jaxgoodput.launcher.supervise import DONE, SAVED, exit_code
 
 MOST_FRUITLESS = 3
+UNANSWERED = 3.0  # times `Limits.silent_s`: an attempt to reach others takes its time
 
 
 def step(
@@ -248,6 +249,15 @@ def _kill_silent(turn: Turn) -> None:
             _kill(turn, name, f"it did not come back within {limits.patience_s:g} s")
 
 
+def _kill_frozen(turn: Turn) -> None:
+    """Kill waiting processes that did not answer when they were asked to try to reach others."""
+    limit_s = UNANSWERED * turn.state.limits.silent_s
+    for name, member in turn.state.members.items():
+        is_asked = member.waits and member.asked_s > member.tried_s
+        if is_asked and turn.now_s - member.asked_s >= limit_s:
+            _kill(turn, name, f"it waited, and did not answer the coordinator for {limit_s:g} s")
+
+
 def _kill_stuck(turn: Turn) -> None:
     """Kill processes whose device computes nothing any more while others wait for their part of a step."""
     state, silent_s = turn.state, turn.state.limits.silent_s
@@ -355,7 +365,7 @@ def _regroup_if_needed(turn: Turn) -> None:
 
 def _form_if_possible(turn: Turn) -> None:
     state, limits = turn.state, turn.state.limits
-    waiting = exclusion.together(state, turn.state.waiting)
+    waiting = _within_reach(state, turn.now_s)
     count = limits.usable(len(waiting), state.members[waiting[0]].share) if waiting else 0
     if state.outstanding or not count or turn.now_s < state.pause_until_s:
         return
@@ -381,6 +391,26 @@ def _form_if_possible(turn: Turn) -> None:
     for name in ranks:
         turn.change_process(name, is_set=False)
     turn.act(ev.Form(number, ranks, holders, held_step, state.news))
+
+
+def _within_reach(state: Rendezvous, now_s: float) -> tuple[str, ...]:
+    """Return the waiting processes that can train together.
+
+    If only a host that leaves holds the newest state, those that do not reach it come in later. If the others
+    are too few, all wait for the link for a while, because the steps since the last checkpoint would be lost.
+    """
+    waiting, size = state.waiting, state.limits.group_size
+    together = exclusion.together(state, waiting)
+    held = {name: member.held_step for name, member in state.members.items() if member.waits}
+    newest = max(held.values(), default=-1)
+    if size > 1 or any(held[name] >= newest - 1 for name in together):
+        return together
+    for holder in (name for name, held_step in held.items() if held_step == newest):
+        near = [name for name in waiting if not state.cut_off_from(name, [holder])]
+        near = exclusion.together(state, near)
+        if near and state.limits.usable(len(near), state.members[near[0]].share):
+            return near
+    return () if now_s - state.since_s < state.limits.cut_s else together
 
 
 def _some_start(state: Rendezvous) -> bool:
@@ -464,6 +494,7 @@ _RULES = (
     _give_up_killed,
     _kill_slow_starters,
     _kill_silent,
+    _kill_frozen,
     _kill_stuck,
     exclusion.compare,
     exclusion.check_again,

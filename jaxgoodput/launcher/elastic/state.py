@@ -128,6 +128,12 @@ class KnownProcess:
     """How long it had been waiting for its own device then; 0 if it did not."""
     is_stuck: bool = False
     """Whether that is much longer than ever before."""
+    asked_s: float = 0.0
+    """When it was asked to try to reach others, and has not answered since; else when it was last asked."""
+    tried_s: float = 0.0
+    """When it answered last."""
+    unreached: tuple[str, ...] = ()
+    """Whom it did not reach then."""
     hung_up_on: tuple[str, ...] = ()
     """Processes of this generation to which it was told to end its connections."""
     hung_up_s: float | None = None
@@ -256,12 +262,6 @@ class Rendezvous:
     def is_left_out(self, host: str) -> bool:
         """Return whether a host is excluded for a while, so that no process may start on it."""
         return host in self.hosts and self.hosts[host].until_s is not None
-
-    def suffices_without(self, host: str) -> bool:
-        """Return whether the processes of the other hosts are enough for a generation."""
-        others = [m for m in self.members.values() if not m.leaves and m.host != host]
-        share = next((m.share for m in others if m.share is not None), None)
-        return self.limits.usable(len(others), share) > 0
 
     def is_cut(self, host: str, other: str) -> bool:
         """Whether one of two hosts did not reach the other lately."""
