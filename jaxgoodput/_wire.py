@@ -16,6 +16,7 @@ import json
 import os
 import secrets
 import socket
+import sys
 import threading
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -229,20 +230,37 @@ def accepted(sock: socket.socket, secret: str) -> tuple[Channel, dict[str, Any]]
 def end_connections(hosts: Collection[str]) -> int:
     """End all TCP connections of this process to these addresses; return how many. On Linux alone.
 
-    Whatever in the process waits for the other side, such as a collective, then fails at once.
+    Whatever in the process waits for the other side, such as a collective, then fails at once. Connections
+    that are still being made have no peer yet as far as their sockets say, but the system's table has it.
     """
-    num_ended = 0
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with contextlib.suppress(OSError):  # not a socket, not connected, or closed meanwhile
-            copy = os.dup(int(name))
-            try:
-                sock = socket.socket(fileno=copy)
-            except OSError:
-                os.close(copy)
-                continue
-            with sock:
-                is_ip = sock.family in (socket.AF_INET, socket.AF_INET6)
-                if is_ip and sock.getpeername()[0].removeprefix("::ffff:") in hosts:
+    sought, num_ended = _sockets_to(hosts), 0
+    for name in os.listdir("/proc/self/fd") if sought else ():
+        with contextlib.suppress(OSError):  # closed meanwhile, or ended by the other side
+            if os.fstat(int(name)).st_ino in sought:
+                with socket.socket(fileno=os.dup(int(name))) as sock:
                     sock.shutdown(socket.SHUT_RDWR)
-                    num_ended += 1
+                num_ended += 1
     return num_ended
+
+
+def _sockets_to(hosts: Collection[str]) -> set[int]:
+    """Return the inode numbers of TCP sockets of this network with a connection to one of these addresses."""
+    sought = {_in_table(host) for host in hosts}
+    found = set()
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with contextlib.suppress(FileNotFoundError), open(table) as file:
+            for line in list(file)[1:]:
+                fields = line.split()
+                remote = fields[2].rpartition(":")[0]
+                # In the table of IPv6, an IPv4 address stands behind 24 other digits.
+                if {remote, remote[24:]} & sought and int(fields[9]):
+                    found.add(int(fields[9]))
+    return found
+
+
+def _in_table(host: str) -> str:
+    """Return an IP address as the tables have it: 32-bit words in the processor's order of bytes, in hex."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    packed = socket.inet_pton(family, host.partition("%")[0])
+    words = [packed[i : i + 4] for i in range(0, len(packed), 4)]
+    return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)

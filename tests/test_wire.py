@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import select
 import socket
 import threading
 import time
@@ -185,15 +186,36 @@ def test_a_server_that_is_gone_is_none():
 def test_connections_to_an_address_are_ended_and_others_are_not():
     with contextlib.ExitStack() as stack:
 
-        def connected(address):
+        def connected(address, family=socket.AF_INET):
             server = stack.enter_context(socket.create_server((address, 0)))
-            client = stack.enter_context(socket.create_connection(server.getsockname(), 5.0))
+            client = stack.enter_context(socket.socket(family))
+            mapped = f"::ffff:{address}" if family == socket.AF_INET6 else address
+            client.connect((mapped, server.getsockname()[1]))
             accepted, _ = server.accept()
-            accepted.settimeout(5.0)
+            client.settimeout(5.0)
             return client, stack.enter_context(accepted)
 
         lost, kept = connected("127.0.0.2"), connected("127.0.0.1")
-        assert wire.end_connections({"127.0.0.2"}) == 1
-        assert lost[0].recv(1) == lost[1].recv(1) == b"", "both sides hear of it"
-        kept[0].sendall(b"1")
-        assert kept[1].recv(1) == b"1"
+        mapped = connected("127.0.0.2", socket.AF_INET6)
+        assert wire.end_connections({"127.0.0.2"}) == 2, "those that were made from here"
+        assert [lost[0].recv(1), mapped[0].recv(1), lost[1].recv(1)] == [b""] * 3
+        kept[1].sendall(b"1")
+        assert kept[0].recv(1) == b"1"
+
+
+def test_a_connection_that_is_still_being_made_is_ended():
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.3", 0), backlog=0))
+        waiting = [stack.enter_context(socket.socket()) for _ in range(4)]
+        for one in waiting:  # more than may wait to be accepted
+            one.setblocking(False)
+            one.connect_ex(server.getsockname())
+        ready = select.poll()
+        ready.register(waiting[-1])
+        assert not [
+            what
+            for _, what in ready.poll(100)
+            if what & select.POLLOUT and not what & select.POLLHUP
+        ]
+        assert wire.end_connections({"127.0.0.3"}) == 4
+        assert [what for _, what in ready.poll(5000) if what & select.POLLHUP]

@@ -398,10 +398,12 @@ def joined(limits, *names, now_s=0.0):
 
 
 def run(machine, *events, now_s=100.0, links=False):
-    """What follows from these events; without attempts to reach others unless `links`."""
-    actions = []
-    for event in events:
-        machine, more = rv.step(machine, event, now_s)
+    """What follows from these events. Unless `links`, all reach all, and say so when they are asked."""
+    actions, events = [], list(events)
+    while events:
+        machine, more = rv.step(machine, events.pop(0), now_s)
+        asked = [x.members for x in more if isinstance(x, ev.TryLinks) and not links]
+        events[:0] = [ev.LinksTried(n, others, ()) for others in asked for n in others]
         actions += [x for x in more if links or not isinstance(x, ev.TryLinks)]
     return machine, actions
 
@@ -744,7 +746,7 @@ def test_of_two_hosts_that_do_not_reach_each_other_the_others_go_on_with_one():
         ev.HangUp("c", ("b",)),
     ], "or their sum would wait for minutes"
     ready = [ev.Ready(n, 1, 3, state_at=n) for n in "abc"]
-    machine, actions = run(machine, *ready, now_s=107.0, links=True)
+    machine, actions = run(machine, *ready, now_s=107.0)
     assert [x.ranks for x in actions if isinstance(x, ev.Form)] == [("a", "b")]
 
 

@@ -50,7 +50,9 @@ def examined(turn: Turn, event: ev.HostExamined) -> None:
         _leave_out(turn, host, why, {}, is_cut=bool(check.unreached))
         return
     turn.change_host(host, until_s=None)
-    turn.change(cuts={pair: s for pair, s in turn.state.cuts.items() if host not in pair})
+    there = {turn.state.members[name].host for name in turn.state.present_ranks}
+    mended = {pair for pair in turn.state.cuts if host in pair and there & set(pair) - {host}}
+    turn.change(cuts={pair: s for pair, s in turn.state.cuts.items() if pair not in mended})
     if known.until_s is not None:
         passed = why or f"it has passed its check: {check}"
         turn.announce(HostDecision(host=host, decision="taken in again", why=passed))
@@ -326,14 +328,15 @@ def ask_for_links(turn: Turn, names: tuple[str, ...]) -> None:
 def hang_up(turn: Turn) -> None:
     """Have processes that should come back end their connections to those that they do not reach.
 
-    Where packets are lost without a word, a collective would wait for them for minutes.
+    Where packets are lost without a word, a collective would wait for them for minutes. It may try anew to
+    connect, so they are told again.
     """
     state = turn.state
     if state.stage not in (Stage.GATHERING, Stage.OVER):
         return
     for name in state.outstanding:
-        others = state.cut_off_from(name, state.present_ranks)
-        told = state.members[name].hung_up_on
-        if set(others) - set(told):
-            turn.change_process(name, hung_up_on=(*told, *others), hung_up_s=turn.now_s)
+        others, member = state.cut_off_from(name, state.present_ranks), state.members[name]
+        if others and turn.now_s - member.hung_up_again_s >= _SHORTEST_PAUSE_S:
+            first_s = turn.now_s if member.hung_up_s is None else member.hung_up_s
+            turn.change_process(name, hung_up_s=first_s, hung_up_again_s=turn.now_s)
             turn.act(ev.HangUp(name, others))

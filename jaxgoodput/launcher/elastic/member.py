@@ -299,11 +299,12 @@ class JobMembership:
         """End all connections to the hosts of these addresses, or a collective waits for them."""
         hosts = {address.rpartition(":")[0].strip("[]") for address in state_at}
         num_ended = wire.end_connections(hosts - {self._channel.own, self._channel.peer})
-        logging.warning(
-            "%d connections to %s were ended, which this process does not reach any more",
-            num_ended,
-            ", ".join(sorted(hosts)),
-        )
+        if num_ended:
+            logging.warning(
+                "%d connections to %s were ended, which this process does not reach any more",
+                num_ended,
+                ", ".join(sorted(hosts)),
+            )
 
     def _tell(self, message: Any) -> None:
         try:

@@ -71,10 +71,12 @@ def _ready(turn: Turn, event: ev.Ready) -> None:
     )
     if event.member in turn.state.ranks:
         if turn.state.stage is Stage.TRAINING:
+            exclusion.ask_for_links(
+                turn, turn.state.present_ranks
+            )  # it lost a peer, or a link to one
             if turn.state.moved_s < turn.state.since_s:
-                exclusion.ask_for_links(turn, turn.state.present_ranks)
                 _pause(turn)
-            turn.gather()  # it lost a peer
+            turn.gather()
         elif turn.state.stage is Stage.FORMING:
             _pause(turn)
             turn.cancel_forming(but=[event.member])  # it could not fetch the state
@@ -369,6 +371,8 @@ def _form_if_possible(turn: Turn) -> None:
     count = limits.usable(len(waiting), state.members[waiting[0]].share) if waiting else 0
     if state.outstanding or not count or turn.now_s < state.pause_until_s:
         return
+    if any(_is_trying(state, name, turn.now_s) for name in waiting):
+        return
     if state.generation == 0 and len(waiting) < limits.most and _some_start(state):
         if turn.now_s - state.since_s < limits.join_s:
             return
@@ -391,6 +395,12 @@ def _form_if_possible(turn: Turn) -> None:
     for name in ranks:
         turn.change_process(name, is_set=False)
     turn.act(ev.Form(number, ranks, holders, held_step, state.news))
+
+
+def _is_trying(state: Rendezvous, name: str, now_s: float) -> bool:
+    """Whether a waiting process still tries to reach the others; not believed for longer than that takes."""
+    member = state.members[name]
+    return member.asked_s > member.tried_s and now_s - member.asked_s < 2 * state.limits.silent_s
 
 
 def _within_reach(state: Rendezvous, now_s: float) -> tuple[str, ...]:
@@ -451,8 +461,8 @@ def _go_if_set(turn: Turn) -> None:
             step=None,
             device_s=0.0,
             is_stuck=False,
-            hung_up_on=(),
             hung_up_s=None,
+            hung_up_again_s=0.0,
             pace=None,
             num_slow=0,
         )

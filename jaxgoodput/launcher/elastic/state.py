@@ -134,9 +134,9 @@ class KnownProcess:
     """When it answered last."""
     unreached: tuple[str, ...] = ()
     """Whom it did not reach then."""
-    hung_up_on: tuple[str, ...] = ()
-    """Processes of this generation to which it was told to end its connections."""
     hung_up_s: float | None = None
+    """When it was told first, in this generation, to end its connections to others; None if it was not."""
+    hung_up_again_s: float = 0.0
     """When it was told so last."""
     killed_s: float | None = None
     """Time at which it was sent SIGKILL; None if it was not."""
