@@ -554,7 +554,7 @@ def test_a_process_whose_device_computes_nothing_more_is_replaced_though_it_answ
         first = cluster.pid("b")
         stuck = cluster.folder / "run" / "stuck"
         stuck.write_text("b")
-        cluster.coordinator.wait_for("its device has worked on its part of step", 60.0)
+        cluster.coordinator.wait_for("its device has worked on its part of step", limit_s=60.0)
         stuck.unlink()
         cluster.wait(lambda lines: cluster.pid("b") != first)
         cluster.wait_for_processes(2)

@@ -11,6 +11,7 @@ import math
 import queue
 import statistics
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -34,7 +35,10 @@ from jaxgoodput.train.runs.membership import (
 
 _FETCH_S = 60.0  # timeout of every message about a state
 _REACH_S = 5.0  # the same of the connection for it
-_UNUSUAL = 5.0  # times the longest wait for the device so far: a batch may grow
+_UNUSUAL, _NUM_WAITS = (
+    5.0,
+    16,
+)  # times the longest of so many waits for the device: a batch may grow
 _WINDOW = 5  # least number of steps whose median is reported; a few odd steps then do not count
 
 
@@ -153,6 +157,7 @@ class JobMembership:
                 "a job is one run. Give each fit() a job of its own, or use --nproc-per-node instead."
             )
         self._pace.clear()
+        self._device.clear()
         began_s = self._clock.now()
         _jax.forget_devices()
         left_s = self._clock.now()
@@ -351,7 +356,11 @@ class _DeviceWatch:
     def __init__(self, clock: Clock):
         self._clock = clock
         self._began_s: float | None = None
-        self._longest_s = 0.0  # of the waits so far
+        self._waits_s: deque[float] = deque(maxlen=_NUM_WAITS)  # of this generation
+
+    def clear(self) -> None:
+        """Forget how long it took: the first step of a generation may compile its program."""
+        self._waits_s.clear()
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
@@ -361,7 +370,7 @@ class _DeviceWatch:
             yield
         finally:
             self._began_s = None
-        self._longest_s = max(self._longest_s, self._clock.now() - began_s)
+        self._waits_s.append(self._clock.now() - began_s)
 
     def seconds(self) -> tuple[float, bool]:
         """Return how long it has been at work, 0 if it is not, and whether much longer than ever before."""
@@ -369,7 +378,7 @@ class _DeviceWatch:
         if began_s is None:
             return 0.0, False
         seconds = self._clock.now() - began_s
-        return seconds, 0 < _UNUSUAL * self._longest_s < seconds
+        return seconds, 0 < _UNUSUAL * max(self._waits_s, default=0.0) < seconds
 
 
 class _PaceMeter:

@@ -264,11 +264,12 @@ def _kill_stuck(turn: Turn) -> None:
     """Kill processes whose device computes nothing any more while others wait for their part of a step."""
     state, silent_s = turn.state, turn.state.limits.silent_s
     # Processes of a group wait for each other within their part, so that all would seem stuck.
-    if state.stage is not Stage.TRAINING or state.limits.group_size > 1:
+    if state.stage not in (Stage.TRAINING, Stage.GATHERING) or state.limits.group_size > 1:
         return
     here = {n: state.members[n] for n in state.present_ranks if state.members[n].killed_s is None}
-    stuck = [n for n, one in here.items() if one.is_stuck and one.device_s >= silent_s]
-    if any(one.beat_s is not None and not one.device_s for one in here.values()):
+    stuck = [n for n in state.outstanding if n in here and here[n].is_stuck]
+    stuck = [n for n in stuck if here[n].device_s >= silent_s]
+    if any(one.waits or (one.beat_s and not one.device_s) for one in here.values()):
         for name in stuck:
             _kill(
                 turn,

@@ -68,9 +68,9 @@ class Elastic:
         """Do one step up to its update; see `Run.dispatch`. Raises PeerGone if not all have its sum."""
         began_s, engine = self.clock.now(), now.engine
         control = self.decisions.sent(batch.config)
-        work, num_rows = accumulated(now, batch, measured=measured)
-        assert work.sums is not None
         with self.membership.device_at_work():
+            work, num_rows = accumulated(now, batch, measured=measured)
+            assert work.sums is not None
             jax.block_until_ready(work.sums.weight)
         own_end_s = self.clock.now()
         self.own_part = _own_part(engine, batch, num_rows, own_end_s - began_s)
