@@ -11,6 +11,7 @@ import pathlib
 import secrets
 import socket
 import ssl
+from collections.abc import Iterator
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -99,6 +100,20 @@ class Client:
             raise Unreachable(
                 f"{self.url} answers what this program cannot read ({error}). Does it run another version?"
             ) from None
+
+    def pages(self, *path: str, type_: type[T], **query: Any) -> Iterator[T]:
+        """Yield all answers to `GET /v1/path...` whose list is too long for one answer, the newest first.
+
+        Each answer says in `next_before` with which `before` the next one is asked for; None ends the list.
+        Raises Unreachable and RequestRefused.
+        """
+        before: int | None = None
+        while True:
+            found: Any = self.call("GET", *path, type_=type_, before=before, **query)
+            yield found
+            before = found.next_before
+            if before is None:
+                return
 
     def close(self) -> None:
         """Close the connection. The next call opens a new one."""

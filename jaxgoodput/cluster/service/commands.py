@@ -97,9 +97,11 @@ _SERVE = (
     number("--silent-s", "S", 1.0, "seconds without a heartbeat after which a node counts as down", 30.0),
     number("--longest-wait-s", "S", 0.1, "seconds for which a request may wait for news, at most 30; lower "
            "it behind a proxy with a shorter timeout", 30.0),
-    number("--rate", "N", 1.0, "requests per second that one token may make", 1000.0),
+    number("--rate", "N", 1.0, "requests per second that the users of one tenant may make, or one other "
+           "token", 1000.0),
     number("--wrong-rate", "N", 1.0, "requests per minute without a valid token that one address may "
            "make", 30.0),
+    number("--questions", "N", 1.0, "questions (explain, what-if) per minute that one tenant may ask", 60.0),
     text("--tensorboard", "URL", "TensorBoard to which the page links"),
     switch("--repair", help="keep the events of a damaged journal that precede the damage, print how many, "
            "and stop"),
@@ -265,7 +267,8 @@ def _submit(options, command: list[str], parser: argparse.ArgumentParser) -> int
 def _status(options, command: list[str], parser: argparse.ArgumentParser) -> int:
     """Show the cluster and its jobs.
 
-    The tables say which jobs have which devices, and which jobs wait. On a terminal they are refreshed.
+    The tables say which jobs have which devices, and which jobs wait. On a terminal they are refreshed, and
+    show the newest 200 jobs.
     """
     from jaxgoodput.cluster.service import terminal
 

@@ -8,6 +8,7 @@ import contextlib
 import ipaddress
 import os
 import pathlib
+import resource
 import signal
 import socket
 import sys
@@ -18,7 +19,6 @@ from typing import Any
 import uvicorn
 import uvloop
 from absl import logging
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxgoodput import _disk
 from jaxgoodput.clock import Clock, SystemClock
@@ -28,6 +28,7 @@ from jaxgoodput.cluster.service.record import commands
 from jaxgoodput.cluster.service.record.book import Book
 from jaxgoodput.cluster.service.record.journal import ClusterJournal
 from jaxgoodput.cluster.service.web.api import application
+from jaxgoodput.cluster.service.web.connection import HANDSHAKE_S, Connections, PatientProtocol
 from jaxgoodput.cluster.service.web.guard import (
     TOKEN_FILE,
     AccessGuard,
@@ -40,12 +41,14 @@ from jaxgoodput.cluster.service.web.heartbeats import Heartbeats
 from jaxgoodput.cluster.service.web.logs import Logs
 from jaxgoodput.cluster.service.web.metrics import RequestMetrics
 from jaxgoodput.cluster.service.web.page import Links
+from jaxgoodput.cluster.service.web.rates import Questions
 from jaxgoodput.cluster.service.web.requests import LONGEST_WAIT_S, ServiceParts
 from jaxgoodput.cluster.service.wire import PlanOptions
 
-HEADER_S = 10.0  # the longest time in which the head of a request must arrive
 HEADER_BYTES = 16 * 2**10
-IDLE_S = 75.0  # an idle connection is closed after this time
+IDLE_S = 75.0  # an idle connection of a caller with a token is closed after this time
+MOST_FILES = 2**16  # open at once, connections included, if the system allows as many
+OWN_FILES = 100  # of these, for the journal, logs and planners
 LOOK_S = 1.0
 LATE_S = 3.0  # if a look is this late, the service could not receive heartbeats meanwhile
 ADDRESS_FILE = "address"  # tells clients on this machine the service's URL
@@ -141,11 +144,13 @@ async def _serve(
         heartbeats=Heartbeats(clock, service.silent_s),
         clock=clock,
         requests=RequestMetrics(),
+        questions=Questions(service.bounds.questions_per_minute, clock),
         links=service.links,
         longest_wait_s=service.longest_wait_s,
     )
     guard = AccessGuard(application(parts), tokens, service.bounds, clock, parts.requests)
-    server = _Server(_config(service, guard), book.release)
+    connections = Connections(_most_connections())
+    server = _Server(_config(service, guard), book.release, connections)
     url = f"{service.scheme}://{service.host}:{listener.getsockname()[1]}"
     (service.folder / ADDRESS_FILE).write_text(f"{url}\n")
     print(f"jaxgoodput: the service is at {url}", file=sys.stderr, flush=True)
@@ -167,10 +172,19 @@ async def _serve(
     return 0
 
 
+def _most_connections() -> int:
+    """Raise the limit on open files as far as the system allows; return how many may be connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(MOST_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(most - OWN_FILES, most // 2)
+
+
 def _config(service: Service, guard: AccessGuard) -> uvicorn.Config:
     return uvicorn.Config(
         guard,
-        http=PatientProtocol,
+        http="h11",
         ws="none",
         lifespan="off",
         access_log=False,
@@ -188,13 +202,39 @@ def _config(service: Service, guard: AccessGuard) -> uvicorn.Config:
 class _Server(uvicorn.Server):
     """An HTTP server that ends if a task that must run beside it, such as planning, fails."""
 
-    def __init__(self, config: uvicorn.Config, release: Callable[[], None]):
+    def __init__(
+        self, config: uvicorn.Config, release: Callable[[], None], connections: Connections
+    ):
         super().__init__(config)
-        self._release = release
+        self._release, self._connections = release, connections
         self.failed: BaseException | None = None
         self.before_end: Callable[[], Awaitable[None]] | None = None
         """Called on Ctrl-C and awaited before the end; a second Ctrl-C does not wait for it."""
         self._ending: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen on the sockets. Unlike with uvicorn, a TLS handshake has to be done in a few seconds."""
+        await self.lifespan.startup()
+        config, limits = self.config, {}
+        if config.ssl is not None:
+            limits = {"ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": HANDSHAKE_S}
+
+        def protocol() -> PatientProtocol:
+            return PatientProtocol(
+                config=config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+                connections=self._connections,
+            )
+
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(
+                protocol, sock=sock, ssl=config.ssl, backlog=config.backlog, **limits
+            )
+            for sock in sockets or ()
+        ]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -318,44 +358,6 @@ class _LocalAgents:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
             await asyncio.sleep(LOOK_S)
-
-
-class PatientProtocol(H11Protocol):
-    """HTTP/1.1 with a limited patience: if the head of a request arrives too slowly, the connection ends."""
-
-    def connection_made(self, transport: Any) -> None:
-        """Start the timer that closes the connection if the first request's head takes too long."""
-        super().connection_made(transport)
-        self._due = self.loop.call_later(HEADER_S, self._too_slow)
-
-    def data_received(self, data: bytes) -> None:
-        """Handle data; start the timer at the beginning of a head, and stop it at the end."""
-        if self._due is None and self._is_between():
-            self._due = self.loop.call_later(HEADER_S, self._too_slow)
-        super().data_received(data)
-        if not self._is_between():
-            self._stop_timer()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer, as the connection has ended."""
-        self._stop_timer()
-        super().connection_lost(exc)
-
-    def _stop_timer(self) -> None:
-        if self._due is not None:
-            self._due.cancel()
-            self._due = None
-
-    def _is_between(self) -> bool:
-        """Whether the connection is between two requests: none is being answered."""
-        return self.cycle is None or self.cycle.response_complete
-
-    def _too_slow(self) -> None:
-        self._due = None
-        if self._is_between():
-            peer = self.client[0] if self.client else "an unknown address"
-            logging.warning("refused: the head of a request from %s did not arrive in time", peer)
-            self.transport.close()
 
 
 def _holder(folder: pathlib.Path) -> int | None:

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from urllib.parse import urlsplit
 
 from absl import logging
@@ -26,10 +26,12 @@ from jaxgoodput.cluster.service import wire
 from jaxgoodput.cluster.service.web.show import progress, state_in_words
 from jaxgoodput.cluster.service.wire import DONE, FAILED, USAGE, Receipt
 from jaxgoodput.specs import JobSpec, Node
-from jaxgoodput.text import compact, seconds
+from jaxgoodput.text import compact, count, seconds
 
 NOTHING = "no devices"  # what `WhatIf.gets` says if a job would get none
 REFRESH_S = 1.0
+MOST_WATCHED = 200  # newest jobs that are shown while the tables are refreshed
+MOST_OF_PAGE = 1000  # jobs of one answer, if all are asked for
 WAIT_S = 20.0
 
 
@@ -111,7 +113,11 @@ def _service(options, folder: pathlib.Path):
             max_gap_s=options.max_gap_s,
             restart_s=options.restart_s,
         ),
-        bounds=Bounds(per_second=options.rate, wrong_per_minute=options.wrong_rate),
+        bounds=Bounds(
+            per_second=options.rate,
+            wrong_per_minute=options.wrong_rate,
+            questions_per_minute=options.questions,
+        ),
         links=Links(tensorboard=options.tensorboard),
         local=_local(options, folder),
     )
@@ -157,6 +163,7 @@ def node(options, parser: argparse.ArgumentParser) -> int:
             is_here = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
             host = "127.0.0.1" if is_here else socket.gethostname()
         name = options.name or socket.gethostname().partition(".")[0]
+        wire.check_name(name, "a node")
         labels = dict(_label(text) for text in options.label)
         part = NodeAgentSettings(
             node=Node(name=name, kind=options.kind, num_devices=options.devices, labels=labels),
@@ -328,7 +335,10 @@ def status(options, parser: argparse.ArgumentParser) -> int:
             job = client.call("GET", "jobs", options.job, type_=wire.JobShown)
             console.print_json(data=encode(job))
         elif options.once or not console.is_terminal:
-            console.print(*_tables(client))
+            cluster = client.call("GET", "nodes", type_=wire.ClusterShown)
+            pages = [*client.pages("jobs", type_=wire.JobList, most=MOST_OF_PAGE)]
+            jobs = [job for page in reversed(pages) for job in page.jobs]
+            console.print(_nodes_table(cluster), _jobs_table(jobs, pages[0].now_s))
         else:
             _watch(client, console)
         return DONE
@@ -343,18 +353,16 @@ def _watch(client: Client, console: Console) -> None:
         while True:
             shown = Table.grid()
             try:
-                for table in _tables(client):
-                    shown.add_row(table)
+                shown.add_row(_nodes_table(client.call("GET", "nodes", type_=wire.ClusterShown)))
+                listed = client.call("GET", "jobs", type_=wire.JobList, most=MOST_WATCHED)
+                if listed.num_older:
+                    older = count(listed.num_older, "older job")
+                    shown.add_row(f"({older} not shown; `jaxgoodput status --once` lists all jobs)")
+                shown.add_row(_jobs_table(listed.jobs, listed.now_s))
             except Unreachable as error:
                 shown.add_row(f"{error}; jobs keep their devices")
             live.update(shown, refresh=True)
             clock.sleep(REFRESH_S)
-
-
-def _tables(client: Client) -> tuple[Table, Table]:
-    cluster = client.call("GET", "nodes", type_=wire.ClusterShown)
-    listed = client.call("GET", "jobs", type_=wire.JobList, most=200)
-    return _nodes_table(cluster), _jobs_table(listed)
 
 
 def _nodes_table(cluster: wire.ClusterShown) -> Table:
@@ -368,12 +376,12 @@ def _nodes_table(cluster: wire.ClusterShown) -> Table:
     return table
 
 
-def _jobs_table(listed: wire.JobList) -> Table:
+def _jobs_table(jobs: Iterable[wire.JobShown], now_s: float) -> Table:
     heads = ("job", "state", "devices", "goodput", "batch", "done", "time", "why")
     table = Table(*heads, box=None, pad_edge=False)
-    for job in listed.jobs:
+    for job in jobs:
         hints = job.hints
-        end_s = listed.now_s if job.finished_s is None else job.finished_s
+        end_s = now_s if job.finished_s is None else job.finished_s
         table.add_row(
             job.id,
             job.phase,

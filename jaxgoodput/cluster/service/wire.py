@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar, dataclass_transform
 
+from jaxgoodput.cluster.service.plain import TextRule, TextRules
 from jaxgoodput.specs import STRICT, Hints, JobSpec, Node, Reservation, Tenant, require_within
 
 T = TypeVar("T")
@@ -23,6 +24,7 @@ DONE, FAILED, USAGE = 0, 1, 2  # exit codes of agents and commands
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 MOST_WORDS, LONGEST_WORD = 1000, 10_000
 LONGEST_PATH = 4096
+LONGEST_WHY = 2000
 MOST_DEVICES = 4096  # of a node
 # The least and the largest value of fields of a `JobSpec` that a cluster accepts.
 BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -207,6 +209,17 @@ class Reports:
     lines: tuple[OutputLines, ...] = ()
 
 
+# What text may enter in a request. Fields that are not listed hold short lines.
+TEXT_RULES: TextRules = {
+    (Submission, "command"): TextRule(most=LONGEST_WORD, lines=True),
+    (Submission, "cwd"): TextRule(most=LONGEST_PATH),
+    (Submission, "workdir"): TextRule(most=LONGEST_PATH),
+    (Report, "address"): TextRule(is_cleaned=True),
+    (Report, "why"): TextRule(most=LONGEST_WHY, is_cleaned=True),
+    (OutputLines, "text"): TextRule(most=2**20, lines=True, is_cleaned=True),
+}
+
+
 @message
 class HeldDevices:
     """The devices that a job held in one period, and when the period began and ended."""
@@ -253,6 +266,10 @@ class JobList:
 
     now_s: float
     jobs: tuple[JobShown, ...]
+    num_older: int = 0
+    """How many older jobs the request asked for as well, but are not in this answer."""
+    next_before: int | None = None
+    """The value of `before` with which the same request returns the next older jobs; None without any."""
 
 
 @message

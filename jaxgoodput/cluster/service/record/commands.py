@@ -22,9 +22,11 @@ MOST_LETTERS_OF_TENANT = 2**25  # total length of their commands
 class CommandRefused(Exception):
     """A request that the service understands and does not carry out. The message says why."""
 
-    def __init__(self, status: int, message: str):
+    def __init__(self, status: int, message: str, *, retry_s: float = 1.0):
         self.status = status
         """The HTTP status of the answer."""
+        self.retry_s = retry_s
+        """Seconds after which the request may be sent again, if the status is 429 (too many requests)."""
         super().__init__(message)
 
 
@@ -243,11 +245,10 @@ def report(state: State, node: str, instance: str, reports: tuple[Report, ...]) 
         if entry is None or entry.home != node or entry.attempt != attempt:
             continue
         if one.code is not None:
-            why = one.why[:2000]
-            found.append(events.CoordinatorEnded(job=job, attempt=attempt, code=one.code, why=why))
+            ended = events.CoordinatorEnded(job=job, attempt=attempt, code=one.code, why=one.why)
+            found.append(ended)
         elif one.address is not None and one.address != entry.address:
-            address = one.address[:200]
-            found.append(events.CoordinatorListening(job=job, attempt=attempt, address=address))
+            found.append(events.CoordinatorListening(job=job, attempt=attempt, address=one.address))
     return Outcome(tuple(found))
 
 

@@ -7,11 +7,22 @@ was lost, and another process that follows the journal has the same state.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from jaxgoodput.cluster.service.plain import plain
 from jaxgoodput.cluster.service.record import events
-from jaxgoodput.cluster.service.wire import OVER, HeldDevices, JobTask, NodeWork, Phase, Submission
+from jaxgoodput.cluster.service.wire import (
+    OVER,
+    TEXT_RULES,
+    HeldDevices,
+    JobTask,
+    NodeWork,
+    Phase,
+    Report,
+    Submission,
+)
 from jaxgoodput.specs import Allocation, Hints, JobSpec, Node
 
 SAVED = 143  # the exit code of a job that has saved and wants to resume
@@ -24,6 +35,8 @@ MOST_PAST = 60  # periods with the same devices that are remembered of a job
 MOST_FAILURES = 3  # consecutive attempts ended by a signal before the job fails
 MOST_SAVES = 10  # consecutive attempts that saved and ended unasked before the job fails
 LONG_S = 600.0  # an attempt that ran this long resets both counts
+COLOUR_S = 3600.0  # for which an ended job keeps its colour to itself
+MOST_COLOURED = 100  # newest ended jobs that keep their colours to themselves for longer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +61,10 @@ class JobEntry:
     submission: Submission
     secret: str = field(repr=False)
     submitted_s: float
+    seq: int = 0
+    """Journal position at which it was submitted; listings continue from such a position."""
+    colour: int = 0
+    """The number of its colour on the page. No other job that may be shown there as well has it."""
     phase: Phase = "waiting"
     allocation: Allocation = field(default_factory=Allocation)
     reason: str = "not planned yet"
@@ -118,6 +135,10 @@ class State:
     """Time of the last plan; None if there is none."""
     next_solve_s: float = 0.0
     """Latest time of the next plan."""
+    num_restarts: int = 0
+    """How often coordinators were started again, counting all jobs since the journal began."""
+    num_resizes: int = 0
+    """How often jobs got other devices after their first start, counted likewise."""
 
     @property
     def kind_of(self) -> dict[str, str]:
@@ -232,7 +253,15 @@ def _known(state: State, job: str) -> JobEntry:
 
 
 def _with_job(state: State, job: JobEntry) -> State:
-    return dataclasses.replace(state, jobs={**state.jobs, job.spec.id: job})
+    """Return the state with a changed job. Every change of a job that has started is counted here."""
+    before = _known(state, job.spec.id)
+    restarts = 0 if before.started_s is None else job.attempt - before.attempt
+    return dataclasses.replace(
+        state,
+        jobs={**state.jobs, job.spec.id: job},
+        num_restarts=state.num_restarts + restarts,
+        num_resizes=state.num_resizes + job.num_changes - before.num_changes,
+    )
 
 
 def _restated(state: State, job: JobEntry, before: Allocation | None = None) -> State:
@@ -303,8 +332,14 @@ def _over(state: State, job: JobEntry, phase: Phase, code: int | None) -> State:
 
 def _submitted(state: State, event: events.JobSubmitted) -> State:
     id_, at_s = event.submission.spec.id, state.at_s
+    others = {other: entry for other, entry in state.jobs.items() if other != id_}
     job = JobEntry(
-        submission=event.submission, secret=event.secret, submitted_s=at_s, settled_s=at_s
+        submission=event.submission,
+        secret=event.secret,
+        submitted_s=at_s,
+        settled_s=at_s,
+        seq=state.seq,
+        colour=_free_colour(others, at_s),
     )
     before = state.jobs.get(id_)
     if before is not None:
@@ -313,8 +348,16 @@ def _submitted(state: State, event: events.JobSubmitted) -> State:
         job = dataclasses.replace(
             job, attempt=before.attempt, allocation=Allocation(generation=generation)
         )
-    others = {other: entry for other, entry in state.jobs.items() if other != id_}
     return dataclasses.replace(state, jobs={**_without_oldest(others), id_: job})
+
+
+def _free_colour(jobs: Mapping[str, JobEntry], at_s: float) -> int:
+    """Return the least number of a colour that no job has which is shown beside a new one for long."""
+    over = [entry for entry in jobs.values() if entry.is_over]
+    recent = [e for e in over if at_s - (e.finished_s or 0.0) < COLOUR_S]
+    taken = {e.colour for e in (*recent, *over[-MOST_COLOURED:])}
+    taken |= {entry.colour for entry in jobs.values() if not entry.is_over}
+    return next(number for number in itertools.count() if number not in taken)
 
 
 def _without_oldest(jobs: Mapping[str, JobEntry]) -> Mapping[str, JobEntry]:
@@ -431,7 +474,9 @@ def _ended(state: State, event: events.CoordinatorEnded) -> State:
     job = dataclasses.replace(job, failures=job.failures + 1 if is_short else 1)
     if by_signal and job.failures < MOST_FAILURES:
         return _restated(state, _attempted(state, job))
-    job = dataclasses.replace(job, reason=f"failed: {event.why or f'exit code {event.code}'}")
+    # Journals of earlier versions hold reasons that did not pass the door for text.
+    why = plain(event.why, TEXT_RULES[Report, "why"]) or f"exit code {event.code}"
+    job = dataclasses.replace(job, reason=f"failed: {why}")
     return _over(state, job, "failed", event.code)
 
 

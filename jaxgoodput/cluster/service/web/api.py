@@ -1,5 +1,6 @@
 """The HTTP application: the routes, with every failure answered as a `Refusal`."""
 
+import math
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,8 @@ from jaxgoodput.cluster.service.web.guard import BodyRefused
 from jaxgoodput.cluster.service.web.requests import ServiceParts
 from jaxgoodput.cluster.service.web.routes import answer_json, router
 from jaxgoodput.cluster.service.wire import VERSION
+
+LONGEST_REFUSAL = 2000  # characters; it may quote what was sent
 
 
 def application(parts: ServiceParts) -> FastAPI:
@@ -35,8 +38,10 @@ def application(parts: ServiceParts) -> FastAPI:
 
 
 async def _refused(_: Request, error: Any) -> Response:
-    closes = {"Connection": "close"} if isinstance(error, BodyRefused) else None
-    return answer_json({"error": str(error)}, error.status, closes)
+    headers = {"Connection": "close"} if isinstance(error, BodyRefused) else {}
+    if error.status == 429:
+        headers["Retry-After"] = str(math.ceil(error.retry_s))
+    return answer_json({"error": str(error)}, error.status, headers)
 
 
 async def _misfit(_: Request, error: Any) -> Response:
@@ -54,11 +59,13 @@ def in_words(error: Mapping[str, Any]) -> str:
     """
     where = ".".join(map(str, error["loc"]))[:200]
     got = error.get("input")
-    is_scalar = isinstance(got, str | int | float) and error.get("type") != "json_invalid"
+    # The whole body would say nothing.
+    is_part = len(error["loc"]) > 1 and error.get("type") != "json_invalid"
+    is_scalar = is_part and isinstance(got, str | int | float)
     said = f"{where} is {reprlib.repr(got)}" if is_scalar else where
     if error.get("type") == "unexpected_keyword_argument":
         return f"{said}: there is no such field. Remove it, or correct its name."
-    return f"{said}: {error['msg'].removeprefix('Value error, ')}"
+    return f"{said}: {error['msg'].removeprefix('Value error, ')}"[:LONGEST_REFUSAL]
 
 
 async def _http_error(request: Request, error: Any) -> Response:

@@ -24,6 +24,7 @@ from jaxgoodput._fields.serial import decode, parse
 from jaxgoodput.clock import Clock
 from jaxgoodput.cluster.service.record.commands import Caller, CommandRefused
 from jaxgoodput.cluster.service.web.metrics import RequestMetrics
+from jaxgoodput.cluster.service.web.rates import TokenBucket
 
 TOKEN_FILE = "token"
 LEAST_TOKEN = 16
@@ -33,6 +34,8 @@ OPEN = frozenset({"/healthz"})
 PAGES = frozenset({"/", "/page", "/page.js"})
 LINGER_S = 1.0  # for the rest of a body that is refused
 MOST_STRANGERS = 1000  # addresses whose wrong tokens are counted
+STRANGER_BYTES = 2**16  # of a body that comes without a valid token, to be dropped
+CLOSE = (b"connection", b"close")
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -84,9 +87,11 @@ class Bounds:
     body_s: float = 10.0
     """The longest time in which a whole body must arrive."""
     per_second: float = 1000.0
-    """Requests per second with one token, on average."""
+    """Requests per second of all users of a tenant, or with one token of another role, on average."""
     wrong_per_minute: float = 30.0
     """Requests per minute without a valid token, from one address."""
+    questions_per_minute: float = 60.0
+    """Questions per minute of one tenant, on average."""
 
 
 def read_tokens(path: pathlib.Path) -> Tokens:
@@ -108,23 +113,6 @@ def own_token(folder: pathlib.Path) -> Tokens:
         aside.write_text(secrets.token_urlsafe(32) + "\n")
         aside.replace(path)
     return Tokens(tokens=(Token(token=path.read_text().strip(), role="operator"),))
-
-
-class TokenBucket:
-    """Limits how often something happens: `per_second` on average, and up to `most` at once."""
-
-    def __init__(self, per_second: float, most: float, now_s: float):
-        self._per_second, self._most = per_second, most
-        self._left, self._at_s = most, now_s
-
-    def takes_s(self, now_s: float) -> float:
-        """Count one request and return 0, or return the seconds to wait until one is allowed again."""
-        self._left = min(self._most, self._left + (now_s - self._at_s) * self._per_second)
-        self._at_s = now_s
-        if self._left >= 1.0:
-            self._left -= 1.0
-            return 0.0
-        return (1.0 - self._left) / self._per_second
 
 
 @dataclass(frozen=True)
@@ -160,8 +148,9 @@ class AccessGuard:
             return
         refused = self._refusal(scope)
         if refused is not None:
-            if refused.status == 413 and self._sends_on(scope):
-                await _discard(receive, 2 * self._bounds.body_bytes)
+            if b"connection" in refused.headers and self._sends_on(scope):
+                is_known = self._key(scope) is not None
+                await _discard(receive, 2 * self._bounds.body_bytes if is_known else STRANGER_BYTES)
             await self._refuse(scope, send, refused)
             return
         body = _LimitedBody(receive, self._bounds, asyncio.get_running_loop().time)
@@ -175,37 +164,42 @@ class AccessGuard:
                 self._requests.count(route, status, took_s, waits=waits)
                 if status >= 400:
                     logging.warning("request refused with %d: %s", status, _in_words(scope))
+                if "caller" not in scope.get("state", {}):  # see `_stranger`
+                    message["headers"] = [*message.get("headers", ()), CLOSE]
             await send(message)
 
         await self._app(scope, body.receive, tell)
 
     def _refusal(self, scope: Scope) -> _Refused | None:
-        headers = {name.lower(): value for name, value in scope["headers"]}
-        length = headers.get(b"content-length", b"0")
+        length = _headers(scope).get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._bounds.body_bytes:
             said = f"a body of {length[:20].decode('ascii', 'replace')} bytes is too long"
             why = f"{said}. Send at most {self._bounds.body_bytes} bytes."
-            return _Refused(413, why, {b"connection": b"close"})
+            return _Refused(413, why, dict([CLOSE]))
         if scope["path"] in OPEN:
             return None
-        key = self._key(scope, headers)
+        key = self._key(scope)
         if key is None:
             return self._stranger(scope)
-        now_s, most = self._clock.now(), self._bounds.per_second
-        bucket = self._buckets.setdefault(key, TokenBucket(most, max(most, 1.0), now_s))
+        now_s, most, caller = self._clock.now(), self._bounds.per_second, self._callers[key]
+        scope.setdefault("state", {})["caller"] = caller
+        # Another token does not give a tenant more. Agents have no tenant of their own.
+        whose = f"tenant {caller.tenant!r}" if caller.role == "user" else key
+        bucket = self._buckets.setdefault(whose, TokenBucket(most, max(most, 1.0), now_s))
         if wait_s := bucket.takes_s(now_s):
-            return _too_many(f"one token may send {most:g} requests per second", wait_s)
-        scope.setdefault("state", {})["caller"] = self._callers[key]
+            who = whose if caller.role == "user" else "one token"
+            return _too_many(f"{who} may send {most:g} requests per second", wait_s)
         return None
 
     def _sends_on(self, scope: Scope) -> bool:
-        """Whether the sender has a token and does not wait to be asked for the body."""
-        headers = {name.lower(): value for name, value in scope["headers"]}
-        return b"expect" not in headers and self._key(scope, headers) is not None
+        """Whether a refused request has a body, and its sender does not wait to be asked for it."""
+        headers = _headers(scope)
+        has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+        return has_body and b"expect" not in headers
 
-    def _key(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str | None:
+    def _key(self, scope: Scope) -> str | None:
         """Return the digest of a request's token, or None if the token is not known."""
-        kind, _, said = headers.get(b"authorization", b"").partition(b" ")
+        kind, _, said = _headers(scope).get(b"authorization", b"").partition(b" ")
         token = said.strip()
         if kind.lower() == b"basic" and scope["path"] in PAGES and scope["method"] == "GET":
             try:
@@ -219,7 +213,10 @@ class AccessGuard:
         return key if key in self._callers else None
 
     def _stranger(self, scope: Scope) -> _Refused:
-        """Return the answer to a request without a valid token: 401, or 429 if its address sends too many."""
+        """Return the answer to a request without a valid token: 401, or 429 if its address sends too many.
+
+        The connection ends with the answer: only callers with a token may keep one open.
+        """
         address = (scope.get("client") or ("unknown", 0))[0]
         now_s = self._clock.now()
         if address not in self._strangers and len(self._strangers) >= MOST_STRANGERS:
@@ -227,13 +224,15 @@ class AccessGuard:
         most = self._bounds.wrong_per_minute
         bucket = self._strangers.setdefault(address, TokenBucket(most / 60.0, most, now_s))
         if wait_s := bucket.takes_s(now_s):
-            return _too_many("this address sent too many requests without a valid token", wait_s)
+            said = "this address sent too many requests without a valid token"
+            return _too_many(said, wait_s, dict([CLOSE]))
         scheme = b"Basic" if scope["path"] in PAGES else b"Bearer"
         said = (
             "the token is missing or wrong. Send it as `Authorization: Bearer TOKEN`; `jaxgoodput serve` "
             "prints where its token is."
         )
-        return _Refused(401, said, {b"www-authenticate": scheme + b' realm="jaxgoodput"'})
+        headers = dict([CLOSE, (b"www-authenticate", scheme + b' realm="jaxgoodput"')])
+        return _Refused(401, said, headers)
 
     async def _refuse(self, scope: Scope, send: Send, refused: _Refused) -> None:
         status, why = refused.status, refused.why
@@ -299,9 +298,13 @@ async def _discard(receive: Receive, most_bytes: int) -> None:
                     return
 
 
-def _too_many(said: str, wait_s: float) -> _Refused:
-    after = str(math.ceil(wait_s)).encode()
-    return _Refused(429, f"{said}. Try again in {wait_s:.2f} s.", {b"retry-after": after})
+def _too_many(said: str, wait_s: float, headers: Mapping[bytes, bytes] | None = None) -> _Refused:
+    after = {b"retry-after": str(math.ceil(wait_s)).encode()}
+    return _Refused(429, f"{said}. Try again in {wait_s:.2f} s.", {**after, **(headers or {})})
+
+
+def _headers(scope: Scope) -> dict[bytes, bytes]:
+    return {name.lower(): value for name, value in scope["headers"]}
 
 
 def _in_words(scope: Scope) -> str:

@@ -5,7 +5,6 @@ It is not part of the journal: losing lines together with the machine does not h
 
 import os
 import pathlib
-import re
 import threading
 from collections.abc import Mapping
 
@@ -15,8 +14,6 @@ from jaxgoodput.cluster.service.wire import Log, check_name
 
 MOST_BYTES = 16 * 2**20
 MOST_AT_ONCE = 256 * 2**10
-# A terminal would obey these, in whichever of the two character sets a job hides them.
-_CONTROL = re.compile(r"[^\t\n\x20-\x7e\xa0-\U0010ffff]")
 
 
 class Logs:
@@ -48,8 +45,8 @@ class Logs:
             return self._jobs - jobs.keys()
 
     def append(self, job: str, text: str) -> None:
-        """Append lines, with `?` in place of control characters. If the disk refuses, drop them."""
-        path, data = self._path(job), _CONTROL.sub("?", text).encode("utf-8", "replace")
+        """Append lines, which must be plain. If the disk refuses, drop them."""
+        path, data = self._path(job), text.encode("utf-8", "replace")
         with self._lock:
             self._jobs.add(job)
             try:
@@ -79,7 +76,7 @@ class Logs:
         self._path(job, ".cut").write_text(f"{self._cut[job]}")
 
     def read(self, job: str, offset: int, over: bool) -> Log:
-        """Return a part of a log from an offset on, skipping what has been cut off.
+        """Return a part of a log from an offset on. If its beginning was cut off, the first line says so.
 
         `over` tells whether the job has ended; the log is over once all of it has been read as well.
         """
@@ -95,6 +92,8 @@ class Logs:
             except FileNotFoundError:
                 at = 0
         text = data.decode("utf-8", "replace")
+        if offset < cut and data:
+            text = f"jaxgoodput: {cut - offset} bytes are left out here\n{text}"
         return Log(text=text, next_offset=cut + at + len(data), over=over and not data)
 
     def _path(self, job: str, end: str = ".log") -> pathlib.Path:

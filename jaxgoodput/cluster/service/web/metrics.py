@@ -42,30 +42,101 @@ class RequestMetrics:
         yield f"jaxgoodput_answer_seconds_count {total}"
 
 
-def text(state: State, requests: RequestMetrics, numbers: Mapping[str, float]) -> str:
+def text(
+    state: State,
+    requests: RequestMetrics,
+    silent_s: Mapping[str, float],
+    numbers: Mapping[str, float],
+) -> str:
     """Return all metrics in Prometheus's text format.
 
-    `numbers` adds more by name; a name that ends in "_total" makes it a counter.
+    `silent_s` has the seconds since the last heartbeat of each node. `numbers` adds more by name; a name that
+    ends in "_total" makes it a counter.
     """
-    lines = list(requests.lines())
+    found = [*requests.lines(), *_job_lines(state), *_device_lines(state)]
+    found += _lines(
+        "node_heartbeat_age_seconds",
+        "Seconds since the last heartbeat of a node.",
+        {_labels(node=name): age_s for name, age_s in silent_s.items()},
+    )
+    for name, value in numbers.items():
+        found += _lines(name, "", {"": value})
+    return "\n".join(found) + "\n"
+
+
+def wanted_devices(state: State) -> tuple[int, int]:
+    """Return the least and the most devices that are worth having, for an autoscaler.
+
+    With fewer than the least, some job has to wait. With more than the most, some device stays idle.
+    """
+    specs = [entry.spec for entry in state.active.values()]
+    least = sum(spec.num_devices or spec.min_devices for spec in specs)
+    return least, sum(spec.num_devices or spec.max_devices for spec in specs)
+
+
+def _job_lines(state: State) -> Iterator[str]:
     phases = collections.Counter(entry.phase for entry in state.jobs.values())
-    lines.append("# TYPE jaxgoodput_jobs gauge")
-    lines += [f'jaxgoodput_jobs{{phase="{phase}"}} {n}' for phase, n in sorted(phases.items())]
+    yield from _lines("jobs", "", {_labels(phase=phase): n for phase, n in sorted(phases.items())})
+    yield from _lines(
+        "job_goodput",
+        "Useful samples per second, as the job measured it.",
+        {
+            _labels(job=id_): entry.hints.goodput
+            for id_, entry in state.active.items()
+            if entry.hints is not None and entry.hints.goodput is not None
+        },
+    )
+    yield from _lines(
+        "job_resizes_total",
+        "How often jobs got other devices after their first start.",
+        {"": state.num_resizes},
+    )
+    yield from _lines(
+        "job_restarts_total",
+        "How often coordinators of jobs were started again.",
+        {"": state.num_restarts},
+    )
+
+
+def _device_lines(state: State) -> Iterator[str]:
     devices = collections.Counter[tuple[str, str]]()
     for entry in state.nodes.values():
         devices[entry.node.kind, entry.node.state] += entry.node.num_devices
-    lines.append("# TYPE jaxgoodput_devices gauge")
-    for (kind, node_state), count in sorted(devices.items()):
-        name = kind.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        lines.append(f'jaxgoodput_devices{{kind="{name}",state="{node_state}"}} {count}')
-    lines.append("# TYPE jaxgoodput_devices_in_use gauge")
-    lines.append(f"jaxgoodput_devices_in_use {len(owners(state))}")
-    lines.append("# HELP jaxgoodput_job_goodput Useful samples per second, as the job measured it.")
-    lines.append("# TYPE jaxgoodput_job_goodput gauge")
-    for id_, entry in state.active.items():
-        if entry.hints is not None and entry.hints.goodput is not None:
-            lines.append(f'jaxgoodput_job_goodput{{job="{id_}"}} {entry.hints.goodput}')
-    for name, value in numbers.items():
-        kind = "counter" if name.endswith("_total") else "gauge"
-        lines += [f"# TYPE jaxgoodput_{name} {kind}", f"jaxgoodput_{name} {value}"]
-    return "\n".join(lines) + "\n"
+    by_kind = {_labels(kind=k, state=s): count for (k, s), count in sorted(devices.items())}
+    yield from _lines("devices", "", by_kind)
+    yield from _lines("devices_in_use", "", {"": len(owners(state))})
+    waiting = [e.spec for e in state.active.values() if e.phase == "waiting"]
+    yield from _lines(
+        "devices_waited_for",
+        "Devices that the waiting jobs need at least.",
+        {"": sum(spec.num_devices or spec.min_devices for spec in waiting)},
+    )
+    least, most = wanted_devices(state)
+    yield from _lines(
+        "devices_wanted",
+        "Devices worth having: with fewer than min some job waits, with more than max some are idle.",
+        {_labels(bound="min"): least, _labels(bound="max"): most},
+    )
+
+
+def _lines(name: str, help_: str, samples: Mapping[str, float]) -> Iterator[str]:
+    """Yield a metric: its samples by their labels, as `_labels` writes them."""
+    if help_:
+        yield f"# HELP jaxgoodput_{name} {help_}"
+    yield f"# TYPE jaxgoodput_{name} {'counter' if name.endswith('_total') else 'gauge'}"
+    for labels, value in samples.items():
+        yield f"jaxgoodput_{name}{labels} {value}"
+
+
+def _labels(**labels: str) -> str:
+    r"""Return labels as Prometheus reads them.
+
+    >>> _labels(kind='a"b')
+    '{kind="a\\"b"}'
+    """
+    escapes = {"\\": r"\\", '"': r"\"", "\n": r"\n"}
+    pairs = (
+        f'{name}="{"".join(escapes.get(letter, letter) for letter in value)}"'
+        for name, value in labels.items()
+    )
+    return "{" + ",".join(pairs) + "}"

@@ -4,9 +4,8 @@ It is plain HTML without a build step, and complete when it arrives. A small scr
 """
 
 import colorsys
-import hashlib
 import html
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -19,6 +18,11 @@ SPAN_S = 1800.0  # that the chart covers
 WIDTH, LEFT, ROW, GAP = 1100, 130, 14, 4
 MOST_ROWS, MOST_JOBS, MOST_ENDED, MOST_BOXES = 128, 100, 20, 64
 NONE = "<p class=dim>None.</p>"
+# The first colours, which are easy to tell apart. Letters on them are white.
+FIRST_COLOURS = (
+    *("#2563c9", "#65a30d", "#b91c1c", "#0f766e", "#a21caf", "#db2777"),
+    *("#d97706", "#15803d", "#78350f", "#475569", "#6d28d9", "#0891b2"),
+)
 
 SCRIPT = """\
 async function refresh() {
@@ -73,6 +77,14 @@ def inner(caller: Caller, state: State, now_s: float, links: Links) -> str:
         by_phase[job.phase].append(job)
     running, waiting = by_phase["running"], by_phase["waiting"]
     ended = _seen(caller, [job for job in state.jobs.values() if job.is_over])
+    latest = ended[-MOST_ENDED:][::-1]
+    begin_s = max(now_s - SPAN_S, 0.0)
+    names = {job.spec.id for job in latest}
+    painted = colours(
+        job
+        for id_, job in state.jobs.items()
+        if not job.is_over or id_ in names or (job.finished_s or 0.0) > begin_s
+    )
     nodes = [e.node for e in state.nodes.values() if e.node.state != "down"]
     used = sum(job.allocation.num_devices for job in running)
     said = (
@@ -82,11 +94,11 @@ def inner(caller: Caller, state: State, now_s: float, links: Links) -> str:
         f"{'waits' if len(waiting) == 1 else 'wait'}; up for {html.escape(seconds(now_s))}</p>"
     )
     sections = {
-        "Nodes": _nodes(caller, state),
-        "Running": _running(_seen(caller, running)[:MOST_JOBS], now_s, links),
-        "Waiting": _waiting(_seen(caller, waiting), now_s),
-        "Devices over time": _gantt(caller, state, now_s),
-        "Ended": _ended(ended[-MOST_ENDED:][::-1], links),
+        "Nodes": _nodes(caller, state, painted),
+        "Running": _running(_seen(caller, running), painted, now_s, links),
+        "Waiting": _waiting(_seen(caller, waiting), painted, now_s),
+        "Devices over time": _gantt(caller, state, painted, now_s),
+        "Ended": _ended(latest, painted, links) + _more(len(ended) - len(latest), "jobs"),
     }
     return said + "".join(f"<h2>{head}</h2>{section}" for head, section in sections.items())
 
@@ -96,18 +108,35 @@ def _seen(caller: Caller, jobs: Iterable[JobEntry]) -> list[JobEntry]:
     return [job for job in jobs if caller.sees(job.spec.tenant)]
 
 
-def colour(job: str) -> str:
-    """Return the colour that a job has everywhere on the page.
+def colour(number: int) -> str:
+    """Return a colour by its number; numbers below 14,000 all have different ones.
 
-    >>> colour("a") == colour("a") != colour("b")
-    True
+    >>> colour(0), colour(12)
+    ('#2563c9', '#20b64b')
     """
-    number = int.from_bytes(hashlib.sha256(job.encode()).digest()[:2], "big")
-    red, green, blue = colorsys.hls_to_rgb(number / 65536, 0.42, 0.55)
+    if number < len(FIRST_COLOURS):
+        return FIRST_COLOURS[number]
+    # Each turn round the circle takes 360 different hues, neighbours far apart, and is darker than the last.
+    turn, place = divmod(number - len(FIRST_COLOURS), 360)
+    red, green, blue = colorsys.hls_to_rgb(137 * (place + 1) % 360 / 360, 0.42 - 0.0065 * turn, 0.7)
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 
-def _nodes(caller: Caller, state: State) -> str:
+def colours(jobs: Iterable[JobEntry]) -> dict[str, str]:
+    """Return a colour for each of the jobs that are shown together; no two have the same.
+
+    A job has the colour of its number, unless an older one of these jobs has that colour.
+    """
+    numbers: dict[int, str] = {}
+    for job in jobs:
+        number = job.colour
+        while number in numbers:
+            number += 1
+        numbers[number] = job.spec.id
+    return {id_: colour(number) for number, id_ in numbers.items()}
+
+
+def _nodes(caller: Caller, state: State, painted: Mapping[str, str]) -> str:
     if not state.nodes:
         return "<p class=dim>No node has joined: <code>jaxgoodput node --scheduler URL</code>.</p>"
     owner = owners(state)
@@ -121,8 +150,10 @@ def _nodes(caller: Caller, state: State) -> str:
             else:
                 title = html.escape(name_for(caller, state, job), quote=True)
                 boxes.append(
-                    f'<span style="background:{colour(job)}" title="{title}">{index}</span>'
+                    f'<span style="background:{painted[job]}" title="{title}">{index}</span>'
                 )
+        if (left := entry.node.num_devices - len(boxes)) > 0:
+            boxes.append(f"and {left} more")
         rows.append(
             (
                 html.escape(name),
@@ -131,12 +162,15 @@ def _nodes(caller: Caller, state: State) -> str:
                 f"<div class=devices>{''.join(boxes)}</div>",
             )
         )
-    return _table(("node", "kind", "state", "devices"), rows)
+    more = _more(len(state.nodes) - len(rows), "nodes")
+    return _table(("node", "kind", "state", "devices"), rows) + more
 
 
-def _running(jobs: Iterable[JobEntry], now_s: float, links: Links) -> str:
+def _running(
+    jobs: Sequence[JobEntry], painted: Mapping[str, str], now_s: float, links: Links
+) -> str:
     rows = []
-    for job in jobs:
+    for job in jobs[:MOST_JOBS]:
         goodput = batch = efficiency = None
         if (hints := job.hints) is not None:
             goodput, batch = hints.goodput, hints.global_batch_size
@@ -144,7 +178,7 @@ def _running(jobs: Iterable[JobEntry], now_s: float, links: Links) -> str:
                 efficiency = goodput / hints.throughput
         rows.append(
             (
-                _name(job),
+                _name(job, painted),
                 html.escape(job.spec.tenant),
                 f"#{job.allocation.num_devices}",
                 f"#{compact(goodput)}",
@@ -157,13 +191,14 @@ def _running(jobs: Iterable[JobEntry], now_s: float, links: Links) -> str:
             )
         )
     heads = ("job", "tenant", "#devices", "#goodput", "#efficiency", "#batch", "#done", "#runs for")
-    return _table((*heads, "why it has these devices", ""), rows)
+    more = _more(len(jobs) - len(rows), "jobs")
+    return _table((*heads, "why it has these devices", ""), rows) + more
 
 
-def _waiting(jobs: Sequence[JobEntry], now_s: float) -> str:
+def _waiting(jobs: Sequence[JobEntry], painted: Mapping[str, str], now_s: float) -> str:
     rows = [
         (
-            _name(job),
+            _name(job, painted),
             html.escape(job.spec.tenant),
             f"#{job.spec.num_devices or job.spec.min_devices}",
             f"#{seconds(now_s - job.submitted_s)}",
@@ -175,10 +210,10 @@ def _waiting(jobs: Sequence[JobEntry], now_s: float) -> str:
     return _table(heads, rows) + _more(len(jobs) - len(rows), "jobs")
 
 
-def _ended(jobs: Iterable[JobEntry], links: Links) -> str:
+def _ended(jobs: Iterable[JobEntry], painted: Mapping[str, str], links: Links) -> str:
     rows = [
         (
-            _name(job),
+            _name(job, painted),
             f"<span{' class=failed' if job.phase == 'failed' else ''}>{job.phase}</span>",
             f"#{seconds((job.finished_s or 0.0) - job.submitted_s)}",
             f"#{job.num_changes}",
@@ -190,13 +225,14 @@ def _ended(jobs: Iterable[JobEntry], links: Links) -> str:
     return _table(("job", "result", "#took", "#changes", "", ""), rows)
 
 
-def _name(job: JobEntry) -> str:
-    dot = f'<span class=dot style="background:{colour(job.spec.id)}"></span>'
+def _name(job: JobEntry, painted: Mapping[str, str]) -> str:
+    dot = f'<span class=dot style="background:{painted[job.spec.id]}"></span>'
     return dot + html.escape(job.spec.id)
 
 
-def _more(count: int, what: str) -> str:
-    return f"<p class=dim>and {count} more {what}</p>" if count > 0 else ""
+def _more(number: int, what: str) -> str:
+    """Say that so many things are left out, named in the plural; nothing for none."""
+    return f"<p class=dim>and {number} more {what}</p>" if number > 0 else ""
 
 
 def _link(job: JobEntry, links: Links) -> str:
@@ -209,7 +245,7 @@ def _link(job: JobEntry, links: Links) -> str:
     return f'<a href="{html.escape(url, quote=True)}">TensorBoard</a>'
 
 
-def _gantt(caller: Caller, state: State, now_s: float) -> str:
+def _gantt(caller: Caller, state: State, painted: Mapping[str, str], now_s: float) -> str:
     """Draw a row for each device, with a bar for each period in which a job held it."""
     every = [
         (name, index)
@@ -221,7 +257,7 @@ def _gantt(caller: Caller, state: State, now_s: float) -> str:
     span_s = max(now_s - begin_s, 1.0)
     bars = [
         f'<rect class=held x="{LEFT + start * (WIDTH - LEFT):.1f}" y="{tops[device]}" '
-        f'width="{max(width * (WIDTH - LEFT), 0.5):.1f}" height="{ROW}" fill="{colour(job)}">'
+        f'width="{max(width * (WIDTH - LEFT), 0.5):.1f}" height="{ROW}" fill="{painted[job]}">'
         f"<title>{html.escape(name_for(caller, state, job))}</title></rect>"
         for job, device, start, width in _periods(state, now_s, begin_s, span_s)
         if device in tops

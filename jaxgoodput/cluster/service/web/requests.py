@@ -11,6 +11,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from jaxgoodput.clock import Clock
+from jaxgoodput.cluster.service.plain import admit
 from jaxgoodput.cluster.service.planning.planners import Planners
 from jaxgoodput.cluster.service.record.book import Book
 from jaxgoodput.cluster.service.record.commands import Caller, CommandRefused
@@ -18,7 +19,8 @@ from jaxgoodput.cluster.service.web.heartbeats import Heartbeats
 from jaxgoodput.cluster.service.web.logs import Logs
 from jaxgoodput.cluster.service.web.metrics import RequestMetrics
 from jaxgoodput.cluster.service.web.page import Links
-from jaxgoodput.cluster.service.wire import NAME, Refusal
+from jaxgoodput.cluster.service.web.rates import Questions
+from jaxgoodput.cluster.service.wire import NAME, TEXT_RULES, Refusal
 
 LONGEST_WAIT_S = 30.0
 
@@ -41,21 +43,26 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 
 
 class StrictJson:
-    """Marks the type of a request body that pydantic reads from the JSON text itself.
+    """Marks the type of a request body that pydantic reads from the JSON text itself. All its text is plain.
 
     The wire types are strict. In strict mode pydantic takes a list for a tuple, or an object for a dataclass,
     only if it parses the JSON; it would refuse what `json.loads` returns.
     """
 
     def __get_pydantic_core_schema__(self, type_: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Parse the body's text, then validate it as its type."""
-        return core_schema.json_schema(handler(type_))
+        """Parse the body's text, validate it as its type, then let its text through the door."""
+        parsed = core_schema.json_schema(handler(type_))
+        return core_schema.no_info_after_validator_function(_admitted, parsed)
 
     def __get_pydantic_json_schema__(
         self, schema: Any, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         """Describe the parsed value, not the text."""
-        return handler(schema["schema"])
+        return handler(schema["schema"]["schema"])
+
+
+def _admitted(value: Any) -> Any:
+    return admit(value, TEXT_RULES)
 
 
 class _TextRequest(Request):
@@ -92,6 +99,7 @@ class ServiceParts:
     heartbeats: Heartbeats
     clock: Clock
     requests: RequestMetrics
+    questions: Questions
     links: Links
     longest_wait_s: float = LONGEST_WAIT_S
     """The longest time for which an answer waits for a change, whatever the request asks for."""
@@ -139,5 +147,10 @@ Key = Annotated[
         description="A name for this request, unique to it",
     ),
 ]
+Instance = Annotated[
+    str,
+    Query(pattern=r"^[\x21-\x7e]{1,100}$", description="The instance with which the agent joined"),
+]
 Wait = Annotated[float, Query(ge=0.0, le=LONGEST_WAIT_S, description="Longest wait in seconds")]
-Position = Annotated[int, Query(ge=0, le=2**62)]
+MOST_POSITION = 2**62
+Position = Annotated[int, Query(ge=0, le=MOST_POSITION)]

@@ -21,8 +21,10 @@ from jaxgoodput.cluster.service.record.commands import Caller, CommandRefused, O
 from jaxgoodput.cluster.service.record.state import JobEntry, State, work_of
 from jaxgoodput.cluster.service.web import metrics, page, show
 from jaxgoodput.cluster.service.web.requests import (
+    MOST_POSITION,
     REFUSALS,
     Agent,
+    Instance,
     Key,
     Name,
     Operator,
@@ -160,16 +162,15 @@ async def jobs(
     caller: User,
     active: bool = False,
     most: Annotated[int, Query(ge=1, le=MOST_SHOWN)] = 200,
+    before: Position = MOST_POSITION,
 ) -> Response:
-    """List the caller's newest jobs; with `active`, only jobs that have not ended."""
+    """List the caller's newest jobs; with `active`, only jobs that have not ended.
+
+    If there are more than `most`, the answer says how many, and where the next request has to continue:
+    `before`, with which only jobs are listed that were submitted earlier.
+    """
     state, now_s = parts.book.state, parts.book.timeline.now()
-    mine = [
-        entry
-        for entry in state.jobs.values()
-        if caller.sees(entry.spec.tenant) and not (active and entry.is_over)
-    ]
-    found = tuple(show.job(state, entry, now_s) for entry in mine[-most:])
-    return answer_json(wire.JobList(now_s=now_s, jobs=found))
+    return answer_json(show.job_list(caller, state, now_s, active, most, before))
 
 
 @router.get("/v1/jobs/{job}", response_model=wire.JobShown)
@@ -224,7 +225,8 @@ async def log(
 async def explain(parts: Parts, caller: User, job: Name) -> Response:
     """Explain why a job has its devices, and what would change that."""
     _entry(parts, caller, job)
-    return answer_json(await parts.planners.ask("explain", job=job))
+    with parts.questions.asked_by(caller):
+        return answer_json(await parts.planners.ask("explain", job=job))
 
 
 @router.post("/v1/what-if", response_model=wire.WhatIf)
@@ -235,7 +237,8 @@ async def what_if(parts: Parts, caller: User, submission: JsonSubmission) -> Res
         raise CommandRefused(
             409, f"a job named {submission.spec.id!r} exists already. Ask with another name."
         )
-    found = await parts.planners.ask("what-if", submission=submission)
+    with parts.questions.asked_by(caller):
+        found = await parts.planners.ask("what-if", submission=submission)
     for other in found["others"]:
         other["job"] = show.name_for(caller, parts.book.state, other["job"])
     return answer_json(found)
@@ -279,7 +282,7 @@ async def work(
     parts: Parts,
     caller: Agent,
     node: Name,
-    instance: Annotated[str, Query(min_length=1, max_length=100)],
+    instance: Instance,
     after: Position = 0,
     wait_s: Wait = 0.0,
 ) -> Response:
@@ -365,7 +368,8 @@ async def numbers(parts: Parts, caller: Operator) -> Response:
         "journal_commit_seconds_total": book.commit_s,
         "plans_total": float(parts.planners.planned),
     }
-    text = metrics.text(book.state, parts.requests, more)
+    silent_s = {name: parts.heartbeats.silent_s(name) for name in book.state.nodes}
+    text = metrics.text(book.state, parts.requests, silent_s, more)
     return Response(text, media_type="text/plain; version=0.0.4")
 
 

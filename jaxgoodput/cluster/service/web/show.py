@@ -4,7 +4,13 @@ from collections.abc import Callable
 
 from jaxgoodput.cluster.service.record.commands import Caller
 from jaxgoodput.cluster.service.record.state import JobEntry, State, counted_until
-from jaxgoodput.cluster.service.wire import AllocationShown, ClusterShown, JobShown, NodeShown
+from jaxgoodput.cluster.service.wire import (
+    AllocationShown,
+    ClusterShown,
+    JobList,
+    JobShown,
+    NodeShown,
+)
 from jaxgoodput.specs import Hints
 from jaxgoodput.text import compact
 
@@ -35,6 +41,27 @@ def job(state: State, entry: JobEntry, now_s: float, *, past: bool = False) -> J
         code=entry.code,
         hints=entry.hints,
         past=entry.past if past else (),
+    )
+
+
+def job_list(
+    caller: Caller, state: State, now_s: float, active: bool, most: int, before: int
+) -> JobList:
+    """Return the caller's newest jobs that were submitted before a position of the journal, `most` at most.
+
+    `active`: only jobs that have not ended.
+    """
+    found = [
+        entry
+        for entry in state.jobs.values()
+        if entry.seq < before and caller.sees(entry.spec.tenant) and not (active and entry.is_over)
+    ]
+    shown, num_older = found[-most:], max(len(found) - most, 0)
+    return JobList(
+        now_s=now_s,
+        jobs=tuple(job(state, entry, now_s) for entry in shown),
+        num_older=num_older,
+        next_before=shown[0].seq if num_older else None,
     )
 
 
