@@ -1,5 +1,7 @@
 """The page in a real browser: it shows who has what, and keeps itself up to date."""
 
+import dataclasses
+import itertools
 import re
 import shutil
 import subprocess
@@ -8,11 +10,24 @@ import urllib.request
 
 import pytest
 import services
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxgoodput.cluster.service.record.commands import Caller
-from jaxgoodput.cluster.service.record.state import State
-from jaxgoodput.cluster.service.web import page
+from jaxgoodput.cluster.service.record.events import (
+    CoordinatorEnded,
+    JobCancelled,
+    JobSubmitted,
+    JournalEntry,
+    NodeJoined,
+    PlanMade,
+)
+from jaxgoodput.cluster.service.record.state import State, step
+from jaxgoodput.cluster.service.web import metrics, page
 from jaxgoodput.cluster.service.wire import JobShown
+from jaxgoodput.specs import Allocation, Node
+
+OPERATOR = Caller("default", "operator")
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or ""
 
@@ -85,7 +100,7 @@ def test_the_page_in_a_browser(tmp_path):
         )  # fmt: skip
         image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
         with image.open(picture) as opened:
-            colours = {page.colour(name) for name in ("first", "second", "third")}
+            colours = {page.colour(number) for number in range(3)}
             seen = {
                 f"#{r:02x}{g:02x}{b:02x}" for _, (r, g, b) in opened.convert("RGB").getcolors(10**6)
             }
@@ -116,6 +131,160 @@ def test_the_script_shows_what_has_changed_since(tmp_path):
         client.close()
     assert not failed
     assert ">newcomer<" in text
+
+
+def after(*happens, state=None, at_s=0.0):
+    """The state after some events."""
+    state = state or State()
+    for event in happens:
+        state = step(state, JournalEntry(state.seq + 1, at_s, 0.0, event))
+    return state
+
+
+def submitted(*names):
+    return [JobSubmitted(submission=services.submission(name), secret="s") for name in names]
+
+
+def painted(state, now_s=0.0):
+    """The colour of each job that the page shows, by its name beside the dot."""
+    text = page.inner(OPERATOR, state, now_s, page.Links())
+    found = re.findall(r'class=dot style="background:(#[0-9a-f]{6})"></span>([^<]+)</td>', text)
+    assert len({name for _, name in found}) == len(found)
+    return {name: colour for colour, name in found}
+
+
+# The service is asked for a job, a job ends, or time passes.
+HAPPENS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.integers(0, 60)),
+        st.tuples(st.just("cancel"), st.integers(0, 60)),
+        st.tuples(st.just("pass"), st.sampled_from((1.0, 900.0, 3000.0, 9000.0))),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(happens=HAPPENS)
+def test_jobs_that_are_shown_together_never_share_a_colour(happens):
+    state, now_s, seen = State(), 0.0, {}
+    for what, number in happens:
+        name = f"j{number}"
+        entry = state.jobs.get(name)
+        if what == "pass":
+            now_s += number
+        elif what == "submit" and (entry is None or entry.is_over):
+            seen.pop(name, None)
+            state = after(*submitted(name), state=state, at_s=now_s)
+        elif what == "cancel" and entry is not None and not entry.is_over:
+            state = after(JobCancelled(job=name), state=state, at_s=now_s)
+        found = painted(state, now_s)
+        assert len(set(found.values())) == len(found)
+        assert found == painted(state, now_s)
+        for name, colour in found.items():  # a job keeps its colour while it is shown
+            assert seen.setdefault(name, colour) == colour
+
+
+@given(numbers=st.lists(st.integers(0, 5), max_size=12))
+def test_jobs_whose_numbers_are_the_same_get_different_colours_as_well(numbers):
+    names = [f"j{index}" for index in range(len(numbers))]
+    jobs = [
+        dataclasses.replace(entry, colour=number)
+        for entry, number in zip(after(*submitted(*names)).jobs.values(), numbers, strict=True)
+    ]
+    found = page.colours(jobs)
+    assert list(sorted(found)) == sorted(names) and len(set(found.values())) == len(names)
+    if names:
+        assert found["j0"] == page.colour(numbers[0])
+
+
+def test_all_colours_differ_and_the_first_can_be_told_apart():
+    assert len({page.colour(number) for number in range(14_000)}) == 14_000
+    first = [bytes.fromhex(colour[1:]) for colour in page.FIRST_COLOURS]
+    for one, other in itertools.combinations(first[:8], 2):
+        assert sum((a - b) ** 2 for a, b in zip(one, other, strict=True)) > 60**2
+
+
+def test_what_the_page_leaves_out_is_counted():
+    names = [f"j{number}" for number in range(250)]
+    cancelled = [JobCancelled(job=name) for name in names[:50]]
+    state = after(*submitted(*names), *cancelled)
+    state = after(
+        *(
+            NodeJoined(node=Node(name=f"n{i}", kind="cpu", num_devices=100), instance="one")
+            for i in range(130)
+        ),
+        state=state,
+    )
+    running = {
+        name: Allocation(devices={f"n{i}": (0,)}, generation=1)
+        for i, name in enumerate(names[50:170])
+    }
+    state = after(PlanMade(changes=running, solved_s=0.0, next_solve_s=1.0), state=state)
+    text = page.inner(OPERATOR, state, 1.0, page.Links())
+    head, *sections = re.split("<h2>", text)
+    says = {part.partition("</h2>")[0]: part for part in sections}
+    assert "and 2 more nodes" in says["Nodes"] and "and 36 more" in says["Nodes"]
+    assert "and 20 more jobs" in says["Running"] and says["Running"].count("<tr>") == 101
+    assert "more jobs" not in says["Waiting"] and says["Waiting"].count("<tr>") == 81
+    assert "and 30 more jobs" in says["Ended"]
+    assert "more devices" in says["Devices over time"]
+
+
+def test_metrics_say_what_an_autoscaler_needs_and_count_for_ever():
+    parser = pytest.importorskip("prometheus_client.parser")
+
+    def numbers(state, silent_s):
+        text = metrics.text(state, metrics.RequestMetrics(), silent_s, {"plans_total": 3.0})
+        return {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in parser.text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    jobs = {"a": (2, 4), "b": (3, 8), "c": (1, 2)}
+    state = after(
+        *(
+            JobSubmitted(
+                submission=services.submission(name, min_devices=least, max_devices=most),
+                secret="s",
+            )
+            for name, (least, most) in jobs.items()
+        ),
+        NodeJoined(node=Node(name="n0", kind='a"b\\c', num_devices=4), instance="one"),
+    )
+
+    def give(state, **devices):
+        changes = {
+            name: Allocation(
+                devices={"n0": local} if local else {},
+                generation=state.jobs[name].allocation.generation + 1,
+            )
+            for name, local in devices.items()
+        }
+        return after(PlanMade(changes=changes, solved_s=0.0, next_solve_s=1.0), state=state)
+
+    state = give(state, a=(0, 1))
+    found = numbers(state, {"n0": 2.5})
+    assert found["jaxgoodput_devices_wanted", "min"] == 6
+    assert found["jaxgoodput_devices_wanted", "max"] == 14
+    assert found["jaxgoodput_devices_waited_for",] == 4
+    assert found["jaxgoodput_node_heartbeat_age_seconds", "n0"] == 2.5
+    assert found["jaxgoodput_devices", 'a"b\\c', "up"] == 4
+    assert found["jaxgoodput_job_resizes_total",] == found["jaxgoodput_job_restarts_total",] == 0
+    state = give(state, a=(0, 1, 2))  # resized
+    state = give(state, a=())  # paused
+    state = give(state, a=(0, 1))  # resumed: other devices, and another coordinator
+    state = after(CoordinatorEnded(job="a", attempt=2, code=-9), state=state)  # restarted
+    found = numbers(state, {})
+    assert found["jaxgoodput_job_resizes_total",] == 2
+    assert found["jaxgoodput_job_restarts_total",] == 2
+    for name in jobs:
+        state = after(JobCancelled(job=name), state=state)
+    state = after(*submitted("a"), state=state)  # forgets the first job of this name
+    found = numbers(state, {})
+    assert found["jaxgoodput_job_resizes_total",] == found["jaxgoodput_job_restarts_total",] == 2
+    assert found["jaxgoodput_devices_waited_for",] == found["jaxgoodput_devices_wanted", "min"] == 1
 
 
 def test_the_page_of_an_empty_cluster_says_what_to_do():

@@ -192,7 +192,9 @@ def test_no_harmful_text_enters_in_any_field_of_any_request(name, path, text):
 def test_what_is_only_reported_is_cleaned_and_not_refused(path, is_cleaned):
     body = json.dumps(with_text(FULL["Reports"], path, "a\x1b[31m\u202eb"))
     if not is_cleaned:
-        with pytest.raises(pydantic.ValidationError, match="has the character U\\+001B at position 1"):
+        with pytest.raises(
+            pydantic.ValidationError, match="has the character U\\+001B at position 1"
+        ):
             BODIES["Reports"].validate_python(body)
         return
     assert "a?[31m?b" in set(texts(BODIES["Reports"].validate_python(body)))

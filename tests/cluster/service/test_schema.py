@@ -22,7 +22,7 @@ def test_whatever_is_sent_gets_an_answer_that_is_documented(tmp_path, most_examp
     assert program is not None
     # It asks without a token as well, more often than an honest address would; and what waits is waited for.
     options = ["--local", "0", "--rate", "100000", "--wrong-rate", "100000"]
-    options += ["--longest-wait-s", "0.2"]
+    options += ["--longest-wait-s", "0.2", "--questions", "100000"]
     with services.Service(tmp_path / "service", *options) as service:
         services.join(service.client())
         token = read_token(service.folder / "token")

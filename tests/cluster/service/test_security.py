@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import dataclasses
 import http.client
 import json
 import re
@@ -9,6 +10,7 @@ import socket
 import ssl
 import subprocess
 import time
+import urllib.request
 
 import pytest
 import services
@@ -17,16 +19,19 @@ from jaxgoodput._fields.serial import encode
 from jaxgoodput.cluster.client import Client, RequestRefused, Unreachable
 from jaxgoodput.cluster.service.record import commands
 from jaxgoodput.cluster.service.record.commands import Caller
-from jaxgoodput.cluster.service.serve import HEADER_S, Service
+from jaxgoodput.cluster.service.serve import Service
+from jaxgoodput.cluster.service.web.connection import HEADER_S
 from jaxgoodput.cluster.service.web.guard import Token, Tokens
 from jaxgoodput.cluster.service.web.logs import Logs
 from jaxgoodput.cluster.service.wire import (
     ClusterShown,
+    JobExplanation,
     JobList,
     JobShown,
     Log,
     OutputLines,
     Receipt,
+    Report,
     Reports,
     WhatIf,
 )
@@ -87,8 +92,8 @@ def raw(service, data, *, wait_s=30.0):
     return found
 
 
-def assert_logged(service, says):
-    deadline = time.monotonic() + 10.0
+def assert_logged(service, says, limit_s=10.0):
+    deadline = time.monotonic() + limit_s
     while re.search(says, service.log.read_text()) is None:
         assert time.monotonic() < deadline, f"{says} is not in the log"
         time.sleep(0.05)
@@ -287,21 +292,98 @@ def test_a_body_that_comes_too_slowly(service):
     assert_logged(service, "refused with 408: POST '/v1/jobs'")
 
 
-@pytest.mark.parametrize("first", [b"", b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"])
+@pytest.mark.parametrize("first", [False, True])
 def test_a_head_that_comes_too_slowly(service, first):
     begun = time.monotonic()
     found = b""
     with socket.create_connection(("127.0.0.1", service.port), timeout=60.0) as sock:
-        sock.sendall(first)
         if first:
-            while b'"plans"' not in found:
+            token = TOKENS["red"][0]
+            head = f"GET /v1/nodes HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n"
+            sock.sendall(head.encode())
+            while b'"nodes"' not in found:
                 found += sock.recv(65536)
         sock.sendall(b"GET / HTTP/1.1\r\n")
         with pytest.raises(OSError):  # it is closed, however steadily letters come
             while time.monotonic() - begun < 6 * HEADER_S:
                 sock.sendall(b"X-a: b\r\n")
                 time.sleep(0.5)
-    assert_logged(service, "the head of a request from 127.0.0.1 did not arrive in time")
+    assert_logged(service, r"the head of a request did not arrive in time \(10 s\), from 127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n",
+        "GET /v1/jobs HTTP/1.1\r\nHost: x\r\n\r\n",
+        "POST /v1/jobs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer forged\r\nContent-Length: 9\r\n\r\n",
+        "POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n",
+        "POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n",
+    ],
+)
+def test_a_connection_without_a_token_gets_one_answer_and_ends(service, head):
+    said = raw(service, head.encode())  # until the connection ends
+    assert said.startswith(b"HTTP/1.1 ") and said.count(b"HTTP/1.1 ") == 1
+    assert b"connection: close" in said.lower()
+
+
+def test_who_does_not_read_an_answer_is_not_waited_for(tmp_path):
+    with services.Service(tmp_path / "service", "--local", "0") as made:
+        client = made.client()
+        for number in range(80):
+            job = services.submission(f"long-{number}")
+            job = dataclasses.replace(job, command=("x" * 9_000,) * 10)
+            client.call("POST", "jobs", body=job, type_=JobShown)
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.settimeout(60.0)
+            sock.connect(("127.0.0.1", made.port))
+            head = f"GET /v1/jobs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {made.token}\r\n\r\n"
+            sock.sendall(head.encode())
+            assert_logged(made, "the client did not take its answer in time", limit_s=90.0)
+            found = 0
+            with contextlib.suppress(ConnectionError):
+                while piece := sock.recv(65536):
+                    found += len(piece)
+        assert 0 < found < 80 * 90_000  # what the kernel had taken
+        assert len(client.call("GET", "jobs", type_=JobList).jobs) == 80  # who reads gets all of it
+
+
+def test_one_tenants_questions_leave_room_for_others(tmp_path):
+    names = ("red", "other-red", "blue")
+    tokens = [
+        {"token": f"{name}'s-token-1234567890", "tenant": name.removeprefix("other-")}
+        for name in names
+    ]
+    (tmp_path / "tokens.json").write_text(json.dumps({"tokens": tokens}))
+    options = ("--local", "0", "--questions", "3", "--tokens", str(tmp_path / "tokens.json"))
+    with services.Service(tmp_path / "service", *options) as made:
+        red, other, blue = (made.client(token["token"]) for token in tokens)
+        for client in (red, blue):
+            job = services.submission("reds" if client is red else "blues")
+            client.call("POST", "jobs", body=job, type_=JobShown)
+
+        def asked(client, name):
+            try:
+                return client.call("GET", "jobs", name, "explain", type_=JobExplanation).job
+            except RequestRefused as error:
+                assert error.status == 429 and "may ask 3 questions per minute" in str(error)
+                return None
+
+        answers = [asked(client, "reds") for client in (red, other) * 3]
+        assert answers[:3] == ["reds"] * 3 and None in answers[3:]
+        assert asked(blue, "blues") == "blues"
+        token = tokens[0]["token"]
+        connection = http.client.HTTPConnection("127.0.0.1", made.port, timeout=30)
+        for _ in range(5):  # a bucket of three, which fills slowly
+            headers = {"Authorization": f"Bearer {token}"}
+            connection.request("GET", "/v1/jobs/reds/explain", headers=headers)
+            answer = connection.getresponse()
+            answer.read()
+            if answer.status == 429:
+                break
+        assert answer.status == 429 and int(answer.headers["Retry-After"]) >= 1
+        connection.close()
 
 
 def test_a_head_that_is_too_long(service):
@@ -411,6 +493,51 @@ def test_other_hosts_need_tls(tmp_path):
         Service(folder=tmp_path, certificate=tmp_path / "c.pem")
 
 
+def test_a_tenant_gets_no_more_requests_with_more_tokens(tmp_path):
+    tokens = [{"token": f"{number}'s-token-1234567890", "tenant": "red"} for number in range(8)]
+    (tmp_path / "tokens.json").write_text(json.dumps({"tokens": tokens}))
+    options = ("--local", "0", "--rate", "5", "--tokens", str(tmp_path / "tokens.json"))
+    with services.Service(tmp_path / "service", *options) as made:
+        statuses = [ask(made, "GET", "/v1/jobs", token=token["token"])[0] for token in tokens * 2]
+    assert set(statuses) == {200, 429}
+
+
+def test_text_of_jobs_is_shown_harmlessly_everywhere(tmp_path):
+    """A job that ends with control sequences, and prints them, changes nothing on any terminal or page."""
+    dirty = "no such file\x1b]0;owned\x07\x1b[2J\x9b31m\u202egnp.exe\nroot# "
+    with services.Service(tmp_path / "service", "--local", "0", "--silent-s", "3600") as made:
+        client = made.client()
+        services.join(client)
+        client.call("POST", "jobs", body=services.submission("a"), type_=JobShown, changes=True)
+        made.until(lambda: made.job("a").num_devices, "no plan")
+        (task,) = services.work(client).tasks
+        report = Report(job="a", attempt=task.attempt, code=2, why=dirty)
+        lines = (OutputLines(job="a", text=f"{dirty}\n"),)
+        said = Reports(instance="one", coordinators=(report,), lines=lines)
+        client.call("POST", "nodes", "n0", "reports", body=said, type_=Receipt)
+        shown = made.job("a")
+        assert shown.phase == "failed" and "no such file?]0;owned?" in shown.reason
+        commands = (("status", "--once"), ("status", "a"), ("logs", "a"), ("explain", "a"))
+        printed = [made.run(*command) for command in commands]
+        for path in ("/page", "/metrics", "/v1/jobs", "/v1/jobs/a", "/v1/nodes"):
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{made.port}{path}",
+                headers={"Authorization": f"Bearer {made.token}"},
+            )
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                printed.append(answer.read().decode())
+        assert any("no such file" in text for text in printed)
+        for text in printed:
+            assert re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text) is None, text
+
+
+def test_text_that_would_change_its_meaning_is_refused(service):
+    job = services.submission("evil", level="rack\u202e")
+    with pytest.raises(RequestRefused, match="spec.level has the character U\\+202E") as found:
+        client(service, "red").call("POST", "jobs", body=job, type_=JobShown)
+    assert found.value.status == 409
+
+
 def test_tls(tmp_path):
     certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
     subprocess.run(
@@ -435,6 +562,21 @@ def test_tls(tmp_path):
         wary = Client(url, token)  # a certificate that nobody of this system has signed
         with pytest.raises(Unreachable, match="certificate verify failed"):
             wary.call("GET", "nodes", type_=ClusterShown)
+        # A handshake that does not go on, and a head after one.
+        with socket.create_connection(("127.0.0.1", made.port), timeout=60.0) as sock:
+            sock.sendall(b"\x16\x03\x01\x02\x00")
+            with contextlib.suppress(ConnectionError):
+                while sock.recv(4096):
+                    pass
+        trusted = ssl.create_default_context(cafile=str(certificate))
+        with (
+            socket.create_connection(("127.0.0.1", made.port), timeout=60.0) as sock,
+            trusted.wrap_socket(sock, server_hostname="127.0.0.1") as wrapped,
+            contextlib.suppress(OSError),
+        ):
+            wrapped.sendall(b"GET / HTTP/1.1\r\n")
+            while wrapped.recv(4096):
+                pass
         with pytest.raises((ssl.SSLError, OSError, http.client.HTTPException)):
             plain = http.client.HTTPConnection("127.0.0.1", made.port, timeout=5)
             try:

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -25,9 +26,11 @@ from jaxgoodput.cluster.service.record.commands import Caller, CommandRefused, O
 from jaxgoodput.cluster.service.record.events import CoordinatorEnded
 from jaxgoodput.cluster.service.record.journal import ClusterJournal
 from jaxgoodput.cluster.service.web import logs as logs_module
+from jaxgoodput.cluster.service.web import show
 from jaxgoodput.cluster.service.web.guard import TOKEN_FILE, own_token
 from jaxgoodput.cluster.service.web.heartbeats import Heartbeats
 from jaxgoodput.cluster.service.web.logs import Logs
+from jaxgoodput.cluster.service.web.requests import MOST_POSITION
 from jaxgoodput.cluster.service.wire import (
     ClusterShown,
     JobList,
@@ -40,6 +43,11 @@ from jaxgoodput.cluster.service.wire import (
 from jaxgoodput.specs import Node
 
 OPERATOR = Caller("default", "operator")
+
+
+def no_words(*_):
+    """What a request is answered that asks for nothing."""
+    return ""
 
 
 class JumpingClock(FakeClock):
@@ -369,8 +377,12 @@ def test_whoever_follows_a_log_that_was_cut_goes_on_after_a_restart(tmp_path, mo
     said = Logs(tmp_path)
     for number in range(30):
         said.append("a", f"{number:099d}\n")
-    offset = said.read("a", 0, False).next_offset
+    first = said.read("a", 0, False)
+    offset = first.next_offset
     assert offset == 3000
+    note, _, rest = first.text.partition("\n")
+    assert note == f"jaxgoodput: {3000 - len(rest)} bytes are left out here"
+    assert said.read("a", 3000 - len(rest), False).text == rest
     again = Logs(tmp_path)
     again.append("a", "after\n")
     assert again.read("a", offset, False).text == "after\n"
@@ -399,10 +411,54 @@ def test_a_disk_that_is_full_costs_a_log_nothing_that_it_had(tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["a.log"]
 
 
-def test_control_characters_of_both_sets_leave_a_log(tmp_path):
-    logs = Logs(tmp_path)
-    logs.append("a", "a\x1b[31m\x9b31m\tä\n")
-    assert logs.read("a", 0, False).text == "a?[31m?31m\tä\n"
+@pytest.mark.parametrize("most", [1, 7, 100])
+def test_a_listing_that_is_cut_says_so_and_leads_to_the_rest(tmp_path, most):
+    """Also while jobs come, end and come again between two pages."""
+
+    async def use(book):
+        names = [f"j{number}" for number in range(30)]
+        for name in names:
+            await submit(book, name)
+        found, before, left = [], MOST_POSITION, None
+        while before is not None:
+            page = show.job_list(OPERATOR, book.state, 0.0, False, most, before)
+            assert len(page.jobs) <= most and left in (None, page.num_older + len(page.jobs))
+            assert (page.next_before is None) == (page.num_older == 0)
+            found = [*(job.id for job in page.jobs), *found]
+            before, left = page.next_before, page.num_older
+            await submit(book, f"new-{len(found)}")
+            ended = names[-1] if len(found) <= 1 else found[-1]
+            with contextlib.suppress(CommandRefused):
+                await book.ask(
+                    lambda state, job=ended: commands.cancel(state, OPERATOR, job), no_words
+                )
+        assert found == names
+        active = show.job_list(OPERATOR, book.state, 0.0, True, 100, MOST_POSITION)
+        assert {job.id for job in active.jobs} < set(book.state.jobs)
+        others = Caller("blue", "user")
+        assert show.job_list(others, book.state, 0.0, False, 100, MOST_POSITION).jobs == ()
+
+    with_book(tmp_path, use)
+
+
+def test_a_client_follows_a_listing_to_its_end():
+    class Pages(Client):
+        def call(self, *path, type_, before=None, **query):
+            asked.append((path, before, query))
+            return JobList(now_s=0.0, jobs=(), next_before={None: 7, 7: 3, 3: None}[before])
+
+    asked = []
+    client = Pages("http://127.0.0.1:1", "x" * 20)
+    assert [page.next_before for page in client.pages("jobs", type_=JobList, most=5)] == [
+        7,
+        3,
+        None,
+    ]
+    assert [(before, query) for _, before, query in asked] == [
+        (None, {"most": 5}),
+        (7, {"most": 5}),
+        (3, {"most": 5}),
+    ]
 
 
 def test_a_clock_that_was_set_back_between_two_starts_costs_jobs_nothing(tmp_path):
