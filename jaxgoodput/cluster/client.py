@@ -11,6 +11,7 @@ import pathlib
 import secrets
 import socket
 import ssl
+import threading
 from collections.abc import Iterator
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
@@ -34,8 +35,35 @@ class RequestRefused(Exception):
         super().__init__(message)
 
 
+class _Deadline:
+    """Ends the exchange on a socket inside the block if it takes too long, however many bytes pass."""
+
+    def __init__(self, sock: socket.socket, limit_s: float):
+        self.is_over = False
+        self._sock = sock
+        self._timer = threading.Timer(limit_s, self._hang_up)
+        self._timer.daemon = True
+
+    def __enter__(self) -> "_Deadline":
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def _hang_up(self) -> None:
+        self.is_over = True
+        with contextlib.suppress(OSError):  # it is closed already
+            # Not the method of a TLS socket, which would also take the cipher from the thread that reads.
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+
+
 class Client:
-    """A connection to a scheduler that is kept open between calls. Not thread-safe."""
+    """A connection to a scheduler that is kept open between calls. Not thread-safe.
+
+    A call raises Unreachable if no whole answer has come after `timeout_s`, and the time for which the
+    scheduler may hold it back.
+    """
 
     def __init__(
         self, url: str, token: str, *, timeout_s: float = 30.0, ca: pathlib.Path | None = None
@@ -126,18 +154,27 @@ class Client:
         self, method: str, target: str, data: bytes | None, headers: dict[str, str], wait_s: float
     ) -> tuple[int, bytes]:
         may_repeat = method == "GET" or "Idempotency-Key" in headers
+        limit_s = self._timeout_s + wait_s
         for attempt in (1, 2):
-            was_kept = self._connection is not None
+            was_kept, deadline = self._connection is not None, None
             try:
-                connection = self._connected(self._timeout_s + wait_s)
-                connection.request(method, target, data, headers)
-                response = connection.getresponse()
-                text = response.read()
+                connection = self._connected(limit_s)
+                with _Deadline(connection.sock, limit_s) as deadline:
+                    connection.request(method, target, data, headers)
+                    response = connection.getresponse()
+                    text = response.read()
+                if deadline.is_over:  # an answer without a length may have been cut off
+                    raise TimeoutError
                 if connection.sock is None:  # the answer announced the end of the connection
                     self._connection = None
                 return response.status, text
             except (OSError, http.client.HTTPException) as error:
                 self.close()
+                if deadline is not None and deadline.is_over:
+                    raise Unreachable(
+                        f"{self.url} did not send a whole answer within {limit_s:g} s. Try again later, or "
+                        "check the network and any proxy in between."
+                    ) from None
                 # The scheduler may have closed an idle connection; it has not read the request then.
                 if attempt == 2 or not was_kept or not may_repeat:
                     raise Unreachable(f"no scheduler answers at {self.url}: {error}") from None

@@ -3,6 +3,7 @@
 import contextlib
 import http.server
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -105,6 +106,31 @@ def test_a_refusal_says_why():
         with pytest.raises(RequestRefused, match="because") as found:
             client.call("GET", "x", type_=Receipt)
         assert found.value.status == 409
+
+
+@pytest.mark.parametrize(
+    "slow", [b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n"]
+)
+def test_an_answer_that_comes_a_byte_at_a_time_is_not_waited_for_for_ever(slow):
+    done = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def trickle():
+            with listener.accept()[0] as sock, contextlib.suppress(OSError):
+                sock.sendall(slow)
+                while not done.wait(0.05):
+                    sock.sendall(b"x")
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}", "a-token", timeout_s=1.0)
+        try:
+            with pytest.raises(Unreachable, match="did not send a whole answer within 1 s"):
+                client.call("GET", "x", type_=Receipt)
+        finally:
+            done.set()
+            thread.join()
+            client.close()
 
 
 @pytest.mark.parametrize("text", [b"<html>", b"[]", b'{"ok": 1}', b'{"other": true}'])
