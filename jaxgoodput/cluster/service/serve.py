@@ -215,9 +215,8 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on the sockets. Unlike with uvicorn, a TLS handshake has to be done in a few seconds."""
         await self.lifespan.startup()
-        config, limits = self.config, {}
-        if config.ssl is not None:
-            limits = {"ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": HANDSHAKE_S}
+        config = self.config
+        handshake_s = None if config.ssl is None else HANDSHAKE_S
 
         def protocol() -> PatientProtocol:
             return PatientProtocol(
@@ -230,7 +229,12 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         self.servers = [
             await loop.create_server(
-                protocol, sock=sock, ssl=config.ssl, backlog=config.backlog, **limits
+                protocol,
+                sock=sock,
+                ssl=config.ssl,
+                backlog=config.backlog,
+                ssl_handshake_timeout=handshake_s,
+                ssl_shutdown_timeout=handshake_s,
             )
             for sock in sockets or ()
         ]

@@ -71,8 +71,9 @@ def bodies() -> dict[str, Any]:
             noted = getattr(parameter.annotation, "__metadata__", ())
             if any(type(note).__name__ == "Body" for note in noted):
                 assert any(isinstance(note, StrictJson) for note in noted), route
-                type_ = typing.get_args(parameter.annotation)[0]
-                found[type_.__name__] = pydantic.TypeAdapter(Annotated[type_, StrictJson()])
+                type_: Any = typing.get_args(parameter.annotation)[0]
+                strict: Any = Annotated[type_, StrictJson()]
+                found[type_.__name__] = pydantic.TypeAdapter(strict)
     return found
 
 

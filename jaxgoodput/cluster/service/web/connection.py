@@ -75,7 +75,7 @@ class PatientProtocol(H11Protocol):
     @property
     def is_known(self) -> bool:
         """Whether a valid token has come over this connection."""
-        return self.scope is not None and "caller" in self.scope["state"]
+        return self.scope is not None and "caller" in self.scope.get("state", {})
 
     def hang_up(self) -> None:
         """End the connection now, also if the client has not taken all of its answer."""

@@ -231,7 +231,9 @@ class AccessGuard:
             "the token is missing or wrong. Send it as `Authorization: Bearer TOKEN`; `jaxgoodput serve` "
             "prints where its token is."
         )
-        headers = dict([CLOSE, (b"www-authenticate", scheme + b' realm="jaxgoodput"')])
+        headers: dict[bytes, bytes] = dict(
+            [CLOSE, (b"www-authenticate", scheme + b' realm="jaxgoodput"')]
+        )
         return _Refused(401, said, headers)
 
     async def _refuse(self, scope: Scope, send: Send, refused: _Refused) -> None:
