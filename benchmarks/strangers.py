@@ -22,6 +22,7 @@ import urllib.request
 from typing import Any
 
 EVERY_S = 4.0
+PAUSE_S = 0.02  # between two requests of a caller with a token
 PATIENCE_S = 60.0  # a stranger that is still connected after this time was not closed
 FORGED = "POST /v1/jobs HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer forged-0123456789abcdef\r\n"
 # What each kind sends at once, and what it sends a byte at a time.
@@ -115,16 +116,21 @@ class Known:
 async def measured(port: int, token: str, count: int, asks: int) -> dict[str, Any]:
     """Ask before the strangers come, and while they are there."""
     known, anew = Known(port, token), Known(port, token)
-    before = {"kept": [await known.ask() for _ in range(asks)]}
-    before["new"] = [await anew.come_anew() for _ in range(asks)]
+
+    async def ask(times: dict[str, list[float]]) -> None:
+        times["kept"].append(await known.ask())
+        times["new"].append(await anew.come_anew())
+        await asyncio.sleep(PAUSE_S)  # also without strangers: a processor that rests is slower
+
+    before: dict[str, list[float]] = {"kept": [], "new": []}
+    for _ in range(asks):
+        await ask(before)
     arguments = [sys.executable, __file__, "--port", str(port), "--count", str(count)]
     child = await asyncio.create_subprocess_exec(*arguments, stdout=asyncio.subprocess.PIPE)
     printed = asyncio.create_task(child.communicate())
     during: dict[str, list[float]] = {"kept": [], "new": []}
     while not printed.done():
-        during["kept"].append(await known.ask())
-        during["new"].append(await anew.come_anew())
-        await asyncio.sleep(0.02)
+        await ask(during)
     known.close()
     anew.close()
     gone = json.loads((await printed)[0])
@@ -140,20 +146,16 @@ def start(folder: pathlib.Path) -> tuple[subprocess.Popen[bytes], int, str]:
         ]
         command += ["--folder", str(folder / "service")]
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    for _ in range(600):
+    while True:
         if child.poll() is not None:
             raise SystemExit((folder / "service.log").read_text()[-3000:])
         try:
-            url = f"{address.read_text().strip()}/healthz"
-            with urllib.request.urlopen(url, timeout=5):
+            url = address.read_text().strip()
+            with urllib.request.urlopen(f"{url}/healthz", timeout=5):
                 break
         except (OSError, ValueError):
             time.sleep(0.1)
-    return (
-        child,
-        int(url.split(":")[2].split("/")[0]),
-        (address.parent / "token").read_text().strip(),
-    )
+    return child, int(url.rpartition(":")[2]), (address.parent / "token").read_text().strip()
 
 
 def in_ms(seconds: list[float], share: float) -> str:
