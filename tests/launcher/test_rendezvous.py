@@ -64,6 +64,7 @@ class World:
         self.cuts = set()  # pairs of hosts that do not reach each other
         self.is_silent = True  # what is sent over a cut link is lost, and neither side hears of it
         self.tries = []
+        self.saved = -1
 
     def happen(self, event):
         before = self.machine
@@ -137,6 +138,11 @@ class World:
                         process.state = "rejoining"
             case ev.TryLinks(members):
                 self.tries += [(self.now_s + self.rng.uniform(0.1, 1), n, members) for n in members]
+            case ev.Save(members, held_step):
+                process = self.processes.get(members[0])
+                if process is not None and process.state != "dead":
+                    self.saved = max(self.saved, held_step)
+                    self.end(process, 143)
             case ev.HangUp(name, others):
                 assert others
                 if name in self.processes:
@@ -269,6 +275,10 @@ class World:
             if is_cut and whole and self.is_silent and not any(p.hung_up for p in ranks):
                 for process in ranks:  # they wait for each other, and answer
                     self.happen(ev.Beat(process.name, generation, process.step))
+            elif whole and self.machine.is_told and not is_cut:
+                self.saved = max(self.saved, ranks[0].step)
+                for process in ranks:
+                    self.end(process, 143)
             elif whole and not asked and not is_cut:
                 # One of them may see the step done and another not, if somebody dies now.
                 times = {p.name: self.slow.get(p.host, 1.0) for p in ranks}
@@ -360,6 +370,52 @@ def live(seed, least, num_hosts, group_size, stay_cut):
         world.advance(1.0)
     assert world.ended is None
     (require_largest_part if stay_cut else require_all)(world, least, before)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("num_examples", [25, pytest.param(300, marks=pytest.mark.nightly)])
+def test_a_job_that_is_told_to_stop_ends_and_its_code_says_whether_the_last_step_is_saved(
+    num_examples,
+):
+    seeds, least, hosts = st.integers(0, 10**9), st.integers(1, 3), st.integers(1, 5)
+    worlds = given(seeds, least, hosts, st.integers(1, 2))
+    settings(max_examples=num_examples, deadline=None)(worlds(stopped))()
+
+
+def stopped(seed, least, num_hosts, group_size):
+    """A world with faults that is told to stop among them."""
+    limits = dataclasses.replace(FAST, least=least, group_size=group_size)
+    world = World(limits, seed)
+    rng = world.rng
+    for _ in range(num_hosts):
+        world.add_host()
+    stops_at = rng.randrange(40)
+    done = -1
+    for i in range(60):
+        if world.ended is not None:
+            break
+        world.advance(rng.choice([0.1, 0.5, 1.0]))
+        fault, living = rng.random(), world.living()
+        if i == stops_at:
+            # What only dead processes have done is lost in any case.
+            done = max([p.step for p in living if p.state != "starting"], default=-1)
+            world.happen(ev.Stop())
+        elif fault < 0.15 and living:
+            world.end(rng.choice(living), -9)
+        elif fault < 0.2 and living:
+            world.stopped.add(rng.choice(living).name)
+        elif fault < 0.25 and world.hosts:
+            host = rng.choice(sorted(world.hosts))
+            world.hosts.discard(host)
+            world.gone_hosts.add(host)
+            world.happen(ev.Leave(host))
+    for _ in range(90):
+        if world.ended is None:
+            world.advance(1.0)
+    assert world.ended is not None, world.log[-10:]
+    if world.ended == 143:
+        assert world.saved >= done or done <= 0, "143 promises that the last step is saved"
 
 
 def require_all(world, least, before):

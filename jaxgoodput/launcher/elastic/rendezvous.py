@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic import exclusion
 from jaxgoodput.launcher.elastic.state import KnownProcess, Rendezvous, Stage, Turn
-from jaxgoodput.launcher.supervise import DONE, SAVED, exit_code
+from jaxgoodput.launcher.supervise import DONE, NOT_SAVED, SAVED, exit_code
 
 MOST_FRUITLESS = 3
 UNANSWERED = 3.0  # times `Limits.silent_s`: an attempt to reach others takes its time
@@ -340,7 +340,7 @@ def _choose_savers(turn: Turn, free: tuple[str, ...]) -> tuple[str, ...]:
         turn.act(ev.Save(savers, held_step))
     elif any(turn.state.members[name].held_step >= 0 for name in free):
         # Only parts of the state are left: a restart resumes from the last checkpoint.
-        turn.change(code=max(turn.state.code, SAVED))
+        turn.change(code=max(turn.state.code, _code_unsaved(turn.state)))
     return tuple(name for name in free if name not in savers)
 
 
@@ -476,10 +476,16 @@ def _end_job(turn: Turn) -> None:
     state, limits = turn.state, turn.state.limits
     if state.stage is Stage.OVER:
         if not state.members:
-            # A job that was stopped before its end wants a restart, even if no process was there to save.
-            is_stopped = state.is_told and not state.is_done and state.code == DONE
-            code = SAVED if is_stopped else state.code
-            turn.act(ev.EndJob(code, "all processes have ended"))
+            code, why = state.code, "all processes have ended"
+            if state.is_told and not state.is_done and code == DONE:
+                # A job that was stopped before its end wants a restart, even if no process was there to save.
+                code = _code_unsaved(state)
+                if code == NOT_SAVED:
+                    why = (
+                        f"no process was left to save step {state.furthest}; a restart resumes from the "
+                        "last checkpoint"
+                    )
+            turn.act(ev.EndJob(code, why))
         return
     why = ""
     if state.num_fruitless >= MOST_FRUITLESS:
@@ -492,6 +498,11 @@ def _end_job(turn: Turn) -> None:
     if why:
         turn.change(stage=Stage.OVER)
         turn.act(ev.EndJob(state.code, why))
+
+
+def _code_unsaved(state: Rendezvous) -> int:
+    """Return the exit code of a stopped job of which no process saves: is there anything to save?"""
+    return NOT_SAVED if state.moved_s else SAVED
 
 
 def _can_recover(state: Rendezvous) -> bool:
