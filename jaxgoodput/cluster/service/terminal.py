@@ -37,7 +37,7 @@ WAIT_S = 20.0
 
 def serve(options, parser: argparse.ArgumentParser) -> int:
     """Carry out the command `jaxgoodput serve`; return its exit code."""
-    from jaxgoodput.cluster.service.record.journal import CorruptJournalError, DiskFull
+    from jaxgoodput.cluster.service.record.table import CorruptJournalError, DiskFull
 
     folder = _folder(options)
     if options.repair:
@@ -65,19 +65,14 @@ def serve(options, parser: argparse.ArgumentParser) -> int:
 
 
 def _repair(folder: pathlib.Path) -> int:
-    from jaxgoodput.cluster.service.record.journal import repair
+    from jaxgoodput.cluster.service.record.repair import repair
+    from jaxgoodput.cluster.service.record.table import DiskFull
 
     try:
         done = repair(folder)
-    except (OSError, ValueError, InUse) as error:
+    except (OSError, ValueError, InUse, DiskFull) as error:
         return _wrong(error)
-    if done.aside is None:
-        print(f"all {done.kept} events of the journal can be read: nothing was changed")
-    else:
-        print(
-            f"the {done.kept} events before position {done.position} are kept; a copy of the damaged journal "
-            f"is {done.aside}"
-        )
+    print(done.text())
     return DONE
 
 
