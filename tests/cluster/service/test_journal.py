@@ -2,19 +2,25 @@
 
 import contextlib
 import os
+import pathlib
 import shutil
 import signal
 import socket
 import sqlite3
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import services
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxgoodput._disk import InUse, held
 from jaxgoodput.cluster.service import serve
-from jaxgoodput.cluster.service.record import journal as service_journal
+from jaxgoodput.cluster.service.record import head as heads
+from jaxgoodput.cluster.service.record import install, table
+from jaxgoodput.cluster.service.record.chain import EMPTY, ChainHead
 from jaxgoodput.cluster.service.record.events import (
     HintsReceived,
     JobCancelled,
@@ -23,14 +29,10 @@ from jaxgoodput.cluster.service.record.events import (
     PlanMade,
     ReasonsGiven,
 )
-from jaxgoodput.cluster.service.record.journal import (
-    FILE,
-    ClusterJournal,
-    CorruptJournalError,
-    DiskFull,
-    repair,
-)
+from jaxgoodput.cluster.service.record.journal import ClusterJournal, JournalFollower
+from jaxgoodput.cluster.service.record.repair import repair
 from jaxgoodput.cluster.service.record.state import State
+from jaxgoodput.cluster.service.record.table import FILE, CorruptJournalError, DiskFull
 from jaxgoodput.specs import Allocation, Hints, Node
 
 
@@ -141,21 +143,22 @@ def test_what_was_acknowledged_outlives_a_kill(tmp_path):
         assert set(state.jobs) >= {f"j{number}" for number in range(last + 1)}
 
 
-@pytest.mark.parametrize("change", ["body", "sum", "kind", "at"])
+@pytest.mark.parametrize("change", ["body", "sum", "kind", "at", "key", "after", "link"])
 def test_a_row_that_was_changed_is_refused_with_its_place_and_repaired(tmp_path, change):
     journal = ClusterJournal(tmp_path)
     a_few(journal)
     journal.close()
-    value = '\'{"job":"a"}\'' if change == "body" else "'x'" if change in ("sum", "kind") else "7.5"
+    value = {"body": '{"job":"a"}', "at": 7.5, "after": 2}.get(change, "x")
     with sqlite3.connect(tmp_path / FILE) as connection:
-        connection.execute(f"update events set {change} = {value} where seq = 4")
+        connection.execute(f"update events set {change} = ? where seq = 4", (value,))
     connection.close()
     with pytest.raises(CorruptJournalError, match="from position 4 on.*--repair") as found:
         ClusterJournal(tmp_path).replay()
     assert found.value.position == 4
     done = repair(tmp_path)
-    assert (done.kept, done.position) == (3, 4)
-    assert done.aside is not None and done.aside.exists()
+    assert (done.kept, done.position, done.lost) == (3, 4, range(4, 10))
+    assert done.aside is not None and (done.aside / FILE).exists()
+    assert "6 acknowledged events are lost, positions 4 to 9" in done.text()
     state, _ = ClusterJournal(tmp_path).replay()
     assert list(state.jobs) == ["a", "b"]
     assert state.jobs["a"].allocation.num_devices == 0
@@ -180,7 +183,7 @@ def test_a_journal_that_a_service_has_is_not_repaired(tmp_path):
         repair(tmp_path)
 
 
-@pytest.mark.parametrize("dies_in", ["copy2", "_write", "replace"])
+@pytest.mark.parametrize("dies_in", ["copy2", "create_file", "replace"])
 def test_a_repair_that_is_cut_short_leaves_the_journal_as_it_was(tmp_path, monkeypatch, dies_in):
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
@@ -189,14 +192,14 @@ def test_a_repair_that_is_cut_short_leaves_the_journal_as_it_was(tmp_path, monke
     a_few(journal)
     with contextlib.closing(sqlite3.connect(first / FILE, isolation_level=None)) as connection:
         connection.execute("update events set sum = 'x' where seq = 8")
-    for end in ("", "-wal"):  # as a service that was killed leaves them: all is in the -wal
-        shutil.copy(first / f"{FILE}{end}", second / f"{FILE}{end}")
+    for name in (FILE, f"{FILE}-wal", heads.FILE):  # as a service that was killed leaves them
+        shutil.copy(first / name, second / name)
     assert (second / f"{FILE}-wal").stat().st_size
 
     def dies(*_):
         raise InterruptedError(dies_in)
 
-    owner = {"copy2": shutil, "_write": service_journal, "replace": os}[dies_in]
+    owner = {"copy2": shutil, "create_file": install, "replace": os}[dies_in]
     with monkeypatch.context() as patch, pytest.raises(InterruptedError, match=dies_in):
         patch.setattr(owner, dies_in, dies)
         repair(second)
@@ -219,10 +222,8 @@ def test_a_page_of_rubbish_is_refused_and_what_is_before_it_kept(tmp_path):
     data = bytearray(path.read_bytes())
     data[-3 * 4096 : -2 * 4096] = b"\xa5" * 4096
     path.write_bytes(data)
-    damaged = ClusterJournal(tmp_path)
     with pytest.raises(CorruptJournalError, match="from position"):
-        damaged.replay()
-    damaged.close()  # whoever has it open may take its log away while it is repaired
+        ClusterJournal(tmp_path)
     done = repair(tmp_path)
     assert 0 < done.kept < 200
     state, _ = ClusterJournal(tmp_path).replay()
@@ -238,11 +239,14 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path):
 @pytest.mark.parametrize("number", [1, 9])  # 1 has other names of events
 def test_a_journal_of_another_format_is_refused(tmp_path, number):
     ClusterJournal(tmp_path).close()
+    (tmp_path / heads.FILE).unlink()  # another program writes another one, or none
     with sqlite3.connect(tmp_path / FILE) as connection:
         connection.execute(f"pragma user_version = {number}")
     connection.close()
-    with pytest.raises(ValueError, match=f"has format {number}"):
+    with pytest.raises(ValueError, match=f"has format {number}.*program that wrote"):
         ClusterJournal(tmp_path)
+    with pytest.raises(ValueError, match=f"has format {number}.*program that wrote"):
+        repair(tmp_path)
 
 
 def test_a_full_disk_refuses_and_changes_nothing(tmp_path):
@@ -297,5 +301,268 @@ def test_a_service_that_cannot_start_closes_its_journal(fault, tmp_path, monkeyp
                 connection.commit()
         with pytest.raises(OSError if port else CorruptJournalError):
             serve.run_service(serve.Service(folder=tmp_path, port=port))
-    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
-        made[0].append([], 0.0, 0.0)
+    assert len(made) == bool(port)  # a damaged journal is not opened to write to it
+    for journal in made:
+        with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+            journal.append([], 0.0, 0.0)
+
+
+# -- the chain ---------------------------------------------------------------------------------------
+
+NAMES = ("a", "b", "c")
+events_of_any_kind = st.lists(
+    st.one_of(
+        st.builds(
+            JobSubmitted,
+            submission=st.sampled_from(NAMES).map(services.submission),
+            secret=st.just("s"),
+        ),
+        st.builds(HintsReceived, job=st.sampled_from(NAMES), hints=st.integers(1, 9).map(hints)),
+        st.builds(ReasonsGiven, reasons=st.just({})),
+        st.just(PlanMade(changes={}, solved_s=0.0, next_solve_s=1.0)),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def written(folder, groups):
+    """A journal with these events, each group in one transaction; the events before them make all allowed."""
+    journal = ClusterJournal(folder)
+    journal.append(
+        [JobSubmitted(submission=services.submission(n), secret="s") for n in NAMES], 0.0, 1e9
+    )
+    for at, group in enumerate(groups, 1):
+        journal.append(group, float(at), 1e9 + at)
+    return journal
+
+
+@settings(max_examples=30, deadline=None)
+@given(groups=st.lists(events_of_any_kind, min_size=1, max_size=8), data=st.data())
+def test_rows_that_are_missing_are_noticed_wherever_they_were(groups, data):
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        journal = written(folder, groups)
+        state, last = journal.replay()[0], journal.last
+        journal.close()
+        again = ClusterJournal(folder)  # the chain holds after replacing rows
+        assert (again.replay()[0], again.last) == (state, last)
+        again.close()
+        with contextlib.closing(sqlite3.connect(folder / FILE, isolation_level=None)) as connection:
+            there = [seq for (seq,) in connection.execute("select seq from events")]
+            gone = data.draw(st.sets(st.sampled_from(there), min_size=1))
+            connection.executemany("delete from events where seq = ?", [(seq,) for seq in gone])
+        with pytest.raises(CorruptJournalError) as found:
+            ClusterJournal(folder)
+        before = [seq for seq in there if seq < min(gone)]
+        assert found.value.position == (before[-1] if before else 0) + 1
+        done = repair(folder)
+        assert done.kept == len(before)
+        assert done.lost is not None and gone <= {*done.lost} and done.lost[-1] == last
+        ClusterJournal(folder).close()
+
+
+def test_a_shorter_table_is_refused_and_says_how_much_is_missing(tmp_path):
+    journal = ClusterJournal(tmp_path)
+    a_few(journal)
+    journal.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as connection:
+        connection.execute("delete from events where seq > 4")
+    with pytest.raises(
+        CorruptJournalError, match="from position 5 on: 5 of the 9 acknowledged events"
+    ):
+        ClusterJournal(tmp_path)
+
+
+def test_events_that_a_crash_kept_from_being_acknowledged_are_kept(tmp_path, monkeypatch):
+    journal = ClusterJournal(tmp_path)
+    a_few(journal)
+
+    def dies(*_):
+        raise InterruptedError("between the table and the head")
+
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(heads.HeadFile, "write", dies)
+        journal.append([JobCancelled(job="a")], 9.0, 1e9)
+    journal.close()
+    told = heads.read_head(tmp_path)
+    assert told is not None and told.position == 9
+    again = ClusterJournal(tmp_path)
+    assert again.replay()[0].jobs["a"].phase == "cancelled"
+    told = heads.read_head(tmp_path)
+    assert told is not None and told.position == 10  # it is acted on from now on
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    positions=st.lists(st.integers(1, 10**12), min_size=1, max_size=5, unique=True), data=st.data()
+)
+def test_a_head_that_is_cut_short_while_it_is_written_is_the_one_before(positions, data):
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        heads.create_head(folder, EMPTY)
+        told = [EMPTY, *(ChainHead(position, "f" * 24) for position in sorted(positions))]
+        file = heads.HeadFile(folder)
+        for head in told[1:]:
+            before = (folder / heads.FILE).read_bytes()
+            file.write(head)
+            assert heads.read_head(folder) == head
+        file.close()
+        after = (folder / heads.FILE).read_bytes()
+        changed = [i for i in range(len(after)) if after[i] != before[i]]
+        torn = data.draw(st.sampled_from(changed)) + 1
+        (folder / heads.FILE).write_bytes(after[:torn] + before[torn:])
+        assert heads.read_head(folder) in told[-2:]
+
+
+def test_a_head_of_which_nothing_can_be_read_is_refused(tmp_path):
+    journal = ClusterJournal(tmp_path)
+    a_few(journal)
+    journal.close()
+    (tmp_path / heads.FILE).write_bytes(b"\xff" * 1024)
+    with pytest.raises(
+        CorruptJournalError, match=r"journal\.head.*is damaged, so it cannot be told"
+    ):
+        ClusterJournal(tmp_path)
+    done = repair(tmp_path)
+    assert (done.kept, done.lost) == (7, None)
+    assert "cannot be told" in done.text()
+    assert ClusterJournal(tmp_path).replay()[0].seq == 9
+
+
+def test_a_head_of_another_journal_is_refused(tmp_path):
+    for name, secret in (("one", "s"), ("two", "t")):
+        (tmp_path / name).mkdir()
+        journal = ClusterJournal(tmp_path / name)
+        journal.append([JobSubmitted(submission=services.submission("a"), secret=secret)], 0.0, 1e9)
+        journal.close()
+    shutil.copy(tmp_path / "one" / heads.FILE, tmp_path / "two" / heads.FILE)
+    with pytest.raises(CorruptJournalError, match="another journal's"):
+        ClusterJournal(tmp_path / "two")
+    done = repair(tmp_path / "two")
+    assert (done.kept, done.lost) == (1, None)
+    assert ClusterJournal(tmp_path / "two").replay()[0].jobs["a"].secret == "t"
+
+
+# -- a journal of the format before chains --------------------------------------------------------------
+
+BEFORE_CHAINS = """
+create table events (
+    seq integer primary key autoincrement,
+    at real not null, wall real not null,
+    kind text not null, body text not null, key text, sum text not null
+);
+create index by_key on events (key) where key is not null;
+pragma user_version = 2;
+"""
+
+
+def before_chains(folder):
+    """Make the journal in a folder one of an earlier program."""
+    with contextlib.closing(sqlite3.connect(folder / FILE)) as connection:
+        rows = connection.execute(
+            "select seq, at, wall, kind, body, key, sum from events"
+        ).fetchall()
+    for path in folder.iterdir():
+        path.unlink()
+    with contextlib.closing(sqlite3.connect(folder / FILE, isolation_level=None)) as connection:
+        connection.execute("pragma journal_mode = wal")
+        connection.executescript(BEFORE_CHAINS)
+        connection.executemany("insert into events values (?, ?, ?, ?, ?, ?, ?)", rows)
+
+
+def test_a_journal_from_before_chains_is_converted(tmp_path):
+    journal = ClusterJournal(tmp_path)
+    a_few(journal)
+    state = journal.replay()[0]
+    journal.close()
+    before_chains(tmp_path)
+    assert repair(tmp_path).aside is None  # nothing is wrong with it
+    journal = ClusterJournal(tmp_path)
+    assert journal.replay()[0] == state
+    journal.append([HintsReceived(job="a", hints=hints(9))], 9.0, 1e9)
+    journal.close()
+    assert ClusterJournal(tmp_path).replay()[0].jobs["a"].hints.number == 9
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE)) as connection:
+        assert connection.execute("pragma user_version").fetchone() == (table.FORMAT,)
+        assert connection.execute("select count(*) from events").fetchone() == (7,)
+    (tmp_path / heads.FILE).unlink()
+    with pytest.raises(CorruptJournalError, match=r"journal\.head.*is missing"):
+        ClusterJournal(tmp_path)
+
+
+def test_an_older_backup_of_the_table_is_refused_in_either_format(tmp_path):
+    journal = ClusterJournal(tmp_path)
+    a_few(journal)
+    journal.close()
+    head = (tmp_path / heads.FILE).read_bytes()
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as connection:
+        connection.execute("delete from events where seq > 4")
+    before_chains(tmp_path)
+    (tmp_path / heads.FILE).write_bytes(head)
+    with pytest.raises(CorruptJournalError, match="5 of the 9 acknowledged events are missing"):
+        ClusterJournal(tmp_path)
+    assert repair(tmp_path).lost == range(5, 10)
+    assert ClusterJournal(tmp_path).last == 4
+
+
+def test_a_damaged_journal_from_before_chains_is_repaired_up_to_the_damage(tmp_path):
+    journal = ClusterJournal(tmp_path)
+    a_few(journal)
+    journal.close()
+    before_chains(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as connection:
+        connection.execute("update events set body = 'x' where seq = 4")
+    with pytest.raises(CorruptJournalError, match="from position 4 on"):
+        ClusterJournal(tmp_path)
+    assert repair(tmp_path).kept == 3
+    assert list(ClusterJournal(tmp_path).replay()[0].jobs) == ["a", "b"]
+
+
+# -- replacing a journal, cut short anywhere --------------------------------------------------------------
+
+STEPS = ("create_file", "replace 1", "create_head", "replace 2", "replace 3")
+
+
+@pytest.mark.parametrize("how", ["repair", "start"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_replacement_that_is_cut_short_anywhere_loses_nothing(tmp_path, monkeypatch, step, how):
+    journal = ClusterJournal(tmp_path)
+    a_few(journal)
+    state = journal.replay()[0]
+    journal.close()
+    before_chains(tmp_path)  # the next start replaces it
+    name, _, number = step.partition(" ")
+    calls = iter(range(1, 10))
+    owner = os if name == "replace" else install
+    real = getattr(owner, name)
+
+    def dies(*arguments):
+        if number and next(calls) != int(number):
+            return real(*arguments)
+        raise InterruptedError(step)
+
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(owner, name, dies)
+        ClusterJournal(tmp_path)
+    if how == "repair":
+        assert repair(tmp_path).aside is None
+    journal = ClusterJournal(tmp_path)
+    assert journal.replay()[0] == state
+    assert sorted(path.name for path in tmp_path.glob("journal*") if "db-" not in path.name) == [
+        FILE,
+        heads.FILE,
+    ]
+
+
+def test_a_follower_reads_past_events_that_were_replaced_behind_it(tmp_path):
+    journal = ClusterJournal(tmp_path)
+    a_few(journal)
+    follower = JournalFollower(tmp_path)
+    seen = [entry.seq for entry in follower.read(0)]
+    journal.append([HintsReceived(job="a", hints=hints(3)), ReasonsGiven(reasons={})], 9.0, 1e9)
+    assert [entry.seq for entry in follower.read(seen[-1])] == [10, 11]
+    journal.append([ReasonsGiven(reasons={})], 9.0, 1e9)
+    assert [entry.seq for entry in follower.read(11)] == [12]
+    assert [entry.seq for entry in follower.read(10)] == [12]
+    journal.close()

@@ -58,7 +58,7 @@ class RepairReport:
             return f"all {self.kept} events of the journal can be read: nothing was changed"
         what = f"the {self.kept} events before position {self.position} are kept"
         if self.position is None:
-            what = f"all {self.kept} events that were found are kept"
+            what = f"all {self.kept} events that can be found are kept"
         lines = [f"{what}; the damaged files are in {self.aside}"]
         if self.why is not None:
             lines.append(f"what was wrong: {self.why}")
@@ -115,18 +115,22 @@ def repair(folder: pathlib.Path) -> RepairReport:
 def _repair(folder: pathlib.Path, path: pathlib.Path) -> RepairReport:
     readings = [_read_in_place(folder, path)]
     if readings[0].error is None:
-        return _report(folder, readings[0], {}, None)
+        return _report(folder, readings[0], {}, None, None)
     if readings[0].error.position is not None:
         readings += _read_images(folder, path)
     best = max(readings, key=lambda reading: reading.last)
     later = {seq: job for reading in readings for seq, job in reading.later.items()}
-    report = _report(folder, best, later, _set_aside(folder))
+    report = _report(folder, best, later, _set_aside(folder), readings[0].error.why)
     install(folder, best.kept)
     return report
 
 
 def _report(
-    folder: pathlib.Path, found: _Reading, later: Mapping[int, str], aside: pathlib.Path | None
+    folder: pathlib.Path,
+    found: _Reading,
+    later: Mapping[int, str],
+    aside: pathlib.Path | None,
+    why: str | None,
 ) -> RepairReport:
     told, _ = told_head(folder)
     error, first = found.error, found.last + 1
@@ -140,7 +144,7 @@ def _report(
     return RepairReport(
         kept=len(found.kept),
         position=None if error is None else error.position,
-        why=None if error is None else error.why,
+        why=why,
         lost=lost,
         forgotten=tuple(sorted({job for seq, job in later.items() if seq > found.last})),
         aside=aside,

@@ -49,11 +49,10 @@ class CorruptJournalError(Exception):
         self.why = why
         """What is wrong, as a clause."""
         what = "is damaged" if position is None else f"cannot be read from position {position} on"
-        kept = "what can be read" if position is None else "everything before it"
         super().__init__(
-            f"the journal {path} {what}: {why}. Nothing was changed. To keep {kept}, run `jaxgoodput serve "
-            f"--folder {path.parent} --repair`; it sets the damaged files aside and says what the service "
-            "forgets."
+            f"the journal {path} {what}: {why}. Nothing was changed. To keep all that can be read, run "
+            f"`jaxgoodput serve --folder {path.parent} --repair`; it sets the damaged files aside and says "
+            "what the service forgets."
         )
 
 

@@ -1,0 +1,319 @@
+"""Any damage of the journal after a kill: the same state, or a refusal and then a repair that is true.
+
+`pytest -m nightly -s tests/cluster/service/test_damaged_journal.py` prints the table of 300 damages.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import pytest
+import services
+
+from jaxgoodput.cluster.service.record.events import (
+    HintsReceived,
+    JobCancelled,
+    JobSubmitted,
+    JournalEntry,
+    ReasonsGiven,
+    RequestAnswered,
+    key_of,
+)
+from jaxgoodput.cluster.service.record.head import FILE as HEAD
+from jaxgoodput.cluster.service.record.journal import ClusterJournal
+from jaxgoodput.cluster.service.record.repair import repair
+from jaxgoodput.cluster.service.record.state import State, step
+from jaxgoodput.cluster.service.record.table import FILE, INDEX, LOG, CorruptJournalError
+from jaxgoodput.specs import Hints
+
+PAGE_BYTES = 4096
+FILES = (FILE, LOG, INDEX, HEAD)
+SEED = 32
+
+
+def event(number: int):
+    """The event at a position. Of six, one takes the place of an earlier one, and two are large."""
+    job = f"j{number - number % 6}"
+    match number % 6:
+        case 0 | 1:
+            return JobSubmitted(submission=services.submission(f"j{number}"), secret="s" * 300)
+        case 2:
+            body = "x" * (number * 997 % 9000)
+            return RequestAnswered(request=f"r{number}", digest="d", status=200, body=body)
+        case 3:
+            hints = Hints(
+                generation=0,
+                number=number,
+                kind="cpu",
+                num_devices=1,
+                largest=1,
+                progress=1.0,
+                base_batch_size=32,
+                max_global_batch_size=64,
+            )
+            return HintsReceived(job="j6", hints=hints) if number > 6 else ReasonsGiven(reasons={})
+        case 4:
+            return ReasonsGiven(reasons={job: f"because of {number}"})
+    return (
+        JobCancelled(job=job)
+        if number > 6
+        else JobSubmitted(submission=services.submission("j6"), secret="s")
+    )
+
+
+WRITER = """
+import pathlib, sys
+sys.path[:0] = sys.argv[2:]
+from test_damaged_journal import event
+from jaxgoodput.cluster.service.record.journal import ClusterJournal
+journal = ClusterJournal(pathlib.Path(sys.argv[1]))
+for line in sys.stdin:
+    while journal.last < int(line):
+        numbers = range(journal.last + 1, min(journal.last + 1 + journal.last % 3, int(line)) + 1)
+        journal.append([event(number) for number in numbers], float(numbers[0]), 1e9)
+    print(journal.last, flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Killed:
+    """What a process left that was killed after it had acknowledged `last` events, and its files earlier."""
+
+    folder: pathlib.Path
+    older: pathlib.Path
+    last: int
+    states: Mapping[int, State]
+    """The state after each event, as far as no event took the place of another."""
+
+
+def killed(folder: pathlib.Path, earlier: int, last: int) -> Killed:
+    """Have a process acknowledge events, copy its files in between, and kill it."""
+    support, own = os.path.dirname(services.__file__), os.path.dirname(__file__)
+    made, older = folder / "made", folder / "older"
+    made.mkdir(parents=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(made), support, own],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdin is not None and child.stdout is not None
+    with child.stdin as asks, child.stdout as told:
+        for number in (earlier, last):
+            print(number, file=asks, flush=True)
+            assert told.readline() == f"{number}\n"
+            if number == earlier:
+                shutil.copytree(made, older)
+        child.kill()
+        child.wait()
+    state, states = State(), {}
+    for number in range(1, last + 1):
+        state = step(state, JournalEntry(number, 0.0, 1e9, event(number)))
+        states[number] = state
+    return Killed(made, older, last, {0: State(), **states})
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory) -> list[Killed]:
+    """A short life, whose events are all in the log, and a longer one, whose log was begun anew."""
+    folder = tmp_path_factory.mktemp("lives")
+    made = [killed(folder / "short", 12, 29), killed(folder / "long", 300, 731)]
+    assert (made[0].folder / FILE).stat().st_size == 2 * PAGE_BYTES  # made, and never written since
+    assert (made[1].older / FILE).stat().st_size < (made[1].folder / FILE).stat().st_size
+    return made
+
+
+# -- damages ---------------------------------------------------------------------------------------------
+
+
+def flip(data: bytearray, draw: random.Random, count: int) -> None:
+    """Flip bits."""
+    for _ in range(count):
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+
+
+def damage(kind: str, folder: pathlib.Path, life: Killed, draw: random.Random) -> str:
+    """Damage one file of a journal; return its name."""
+    name = draw.choice(FILES)
+    path = folder / name
+    if kind == "missing":
+        path.unlink()
+        return name
+    if kind == "older copy":
+        shutil.copy(life.older / name, path)
+        return name
+    data = bytearray(path.read_bytes())
+    size = PAGE_BYTES if len(data) > PAGE_BYTES else 512
+    start = draw.randrange(len(data) // size) * size
+    if kind == "one bit":
+        flip(data, draw, 1)
+    elif kind == "one bit of the first page":
+        flip(head := data[:200], draw, 1)
+        data[:200] = head
+    elif kind == "twenty bits":
+        flip(data, draw, 20)
+    elif kind == "cut":
+        del data[draw.randrange(len(data)) :]
+    elif kind == "zeros":
+        data[start : start + size] = bytes(size)
+    elif kind == "rubbish":
+        data[start : start + size] = draw.randbytes(size)
+    elif kind == "two pages swapped":
+        other = draw.randrange(len(data) // size) * size
+        data[start : start + size], data[other : other + size] = (
+            data[other : other + size],
+            data[start : start + size],
+        )
+    elif kind == "tail twice":
+        data += data[-draw.choice([1, 24, size, 24 + PAGE_BYTES]) :]
+    else:
+        raise ValueError(kind)
+    path.write_bytes(data)
+    return name
+
+
+KINDS = (
+    "one bit",
+    "one bit of the first page",
+    "twenty bits",
+    "cut",
+    "zeros",
+    "rubbish",
+    "two pages swapped",
+    "tail twice",
+    "missing",
+    "older copy",
+)
+
+
+# -- what must come of them --------------------------------------------------------------------------------
+
+
+def contents(folder: pathlib.Path) -> dict[str, bytes]:
+    """The files that matter; SQLite makes the index of the log anew whenever it likes."""
+    found = {name: folder / name for name in FILES if name != INDEX}
+    return {name: path.read_bytes() for name, path in found.items() if path.exists()}
+
+
+def opened(folder: pathlib.Path) -> State:
+    """The state with which a service starts."""
+    with contextlib.closing(ClusterJournal(folder)) as journal:
+        return journal.replay()[0]
+
+
+def known(state: State) -> State:
+    """A state without what later events replace, and without times."""
+    jobs = {
+        id_: dataclasses.replace(
+            job, hints=None, reason="", submitted_s=0.0, settled_s=0.0, finished_s=None
+        )
+        for id_, job in state.jobs.items()
+    }
+    return dataclasses.replace(state, seq=0, at_s=0.0, jobs=jobs)
+
+
+def outcome(folder: pathlib.Path, life: Killed, whole: State) -> str:
+    """What a start makes of a damaged journal, and then a repair; fails if either is untrue."""
+    before = contents(folder)
+    try:
+        assert opened(folder) == whole, "SILENT: it starts, and from another state"
+        return "the same state"
+    except (CorruptJournalError, ValueError) as error:
+        assert "journal" in str(error) and "--repair" in str(error)
+    after = contents(folder)
+    assert {name: after[name] for name in before} == before, "a refusal has changed a file"
+    report = repair(folder)
+    assert report.aside is not None and report.why
+    assert {name: (report.aside / name).read_bytes() for name in before} == before
+    state = opened(folder)
+    last = state.seq
+    assert known(state) == known(life.states[last]), "repaired to a state that never was"
+    if report.lost is None:
+        assert "cannot be told" in report.text()
+        return "repaired; says that it cannot tell what is lost" + (
+            "" if last < life.last else ": nothing"
+        )
+    acknowledged = range(last + 1, life.last + 1)
+    assert {*report.lost} <= {*acknowledged}
+    unsaid = {*acknowledged} - {*report.lost}
+    assert all(key_of(event(number)) is not None for number in unsaid)
+    gone = {*life.states[life.last].jobs} - {*state.jobs}
+    assert {*report.forgotten} <= gone
+    if not report.lost:
+        assert state == whole
+        return "repaired; nothing is lost"
+    assert f"{len(report.lost)} acknowledged events are lost" in report.text()
+    return "repaired; says what is lost"
+
+
+def cases(count: int) -> Iterator[tuple[int, str]]:
+    """Numbers of cases with the kind of damage of each."""
+    return ((number, KINDS[number % len(KINDS)]) for number in range(count))
+
+
+def table(lives: list[Killed], folder: pathlib.Path, count: int) -> Counter[tuple[str, str]]:
+    """How often each kind of damage had each outcome."""
+    found = Counter[tuple[str, str]]()
+    wholes = [opened(shutil.copytree(life.folder, folder / f"{i}")) for i, life in enumerate(lives)]
+    for number, kind in cases(count):
+        draw = random.Random(f"{SEED} {number}")
+        which = draw.randrange(len(lives))
+        life = lives[which]
+        case = folder / f"case{number}"
+        shutil.copytree(life.folder, case)
+        name = damage(kind, case, life, draw)
+        try:
+            found[kind, outcome(case, life, wholes[which])] += 1
+        except Exception as error:
+            raise AssertionError(f"case {number}: {kind} of {name}, life {which}") from error
+        shutil.rmtree(case)
+    return found
+
+
+def test_a_kill_alone_loses_nothing(lives, tmp_path):
+    for number, life in enumerate(lives):
+        state = opened(shutil.copytree(life.folder, tmp_path / f"{number}"))
+        assert state.seq == life.last
+        assert known(state) == known(life.states[life.last])
+
+
+def test_a_damaged_journal_is_the_same_or_refused_and_repaired(lives, tmp_path):
+    found = table(lives, tmp_path, 40)
+    assert sum(found.values()) == 40
+    assert {outcome.partition(";")[0] for _, outcome in found} == {"the same state", "repaired"}
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_300_damages(lives, tmp_path):
+    found = table(lives, tmp_path, 300)
+    outcomes = sorted({outcome for _, outcome in found})
+    for outcome_ in outcomes:
+        print(f"\n{outcome_}: {sum(n for (_, o), n in found.items() if o == outcome_)}")
+        for kind in KINDS:
+            print(f"    {kind:28} {found[kind, outcome_]:4}")
+    assert sum(found.values()) == 300
+
+
+def test_the_bit_that_once_lost_15_of_20_jobs_loses_none(lives, tmp_path):
+    life = lives[0]
+    folder = tmp_path / "case"
+    shutil.copytree(life.folder, folder)
+    data = bytearray((folder / LOG).read_bytes())
+    data[32 + 8 * (24 + PAGE_BYTES) + 500] ^= 4
+    (folder / LOG).write_bytes(data)
+    with pytest.raises(
+        CorruptJournalError, match=f"of the {life.last} acknowledged events are missing"
+    ):
+        opened(folder)
+    report = repair(folder)
+    assert report.lost == range(life.last + 1, life.last + 1)
+    assert known(opened(folder)) == known(life.states[life.last])
