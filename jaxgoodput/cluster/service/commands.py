@@ -103,8 +103,8 @@ _SERVE = (
            "make", 30.0),
     number("--questions", "N", 1.0, "questions (explain, what-if) per minute that one tenant may ask", 60.0),
     text("--tensorboard", "URL", "TensorBoard to which the page links"),
-    switch("--repair", help="keep the events of a damaged journal that precede the damage, print how many, "
-           "and stop"),
+    switch("--repair", help="keep the events of a damaged journal that precede the damage, set the damaged "
+           "files aside, print what is lost, and stop"),
 )  # fmt: skip
 
 _NODE = (

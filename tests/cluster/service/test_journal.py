@@ -403,6 +403,7 @@ def test_a_head_that_is_cut_short_while_it_is_written_is_the_one_before(position
         heads.create_head(folder, EMPTY)
         told = [EMPTY, *(ChainHead(position, "f" * 24) for position in sorted(positions))]
         file = heads.HeadFile(folder)
+        before = b""
         for head in told[1:]:
             before = (folder / heads.FILE).read_bytes()
             file.write(head)

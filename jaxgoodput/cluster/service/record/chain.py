@@ -85,7 +85,11 @@ def fault(row: JournalRow, before: ChainHead, *, is_first: bool = False) -> tupl
     `is_first` is for a reader that goes on after `before`, which may have been replaced since it was read.
     """
     if row.total != content_sum(row.seq, row.at_s, row.wall, row.kind, row.body):
-        return row.seq, "its checksum does not match"
+        is_next = row.after == before.position < row.seq
+        position = (
+            row.seq if is_next else before.position + 1
+        )  # its position may be what is damaged
+        return position, "its checksum does not match"
     after = row.after if isinstance(row.after, int) else -1
     if is_first and 0 <= after < before.position:
         return None

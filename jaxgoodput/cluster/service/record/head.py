@@ -32,6 +32,12 @@ class HeadFile:
     def __init__(self, folder: pathlib.Path):
         path = folder / FILE
         found = [_parsed(text) for text in _records(path)]
+        if None in found:
+            logging.warning(
+                "one of the two records in %s cannot be read; the other one is used. This is normal after a "
+                "loss of power.",
+                path,
+            )
         newest = max(range(2), key=lambda i: -1 if (head := found[i]) is None else head.position)
         self._next = 1 - newest
         self._path = path
@@ -80,12 +86,6 @@ def read_head(folder: pathlib.Path) -> ChainHead | None:
     found = [head for text in _records(path) if (head := _parsed(text)) is not None]
     if not found:
         raise DamagedHeadError(f"{FILE}, which says how many events were acknowledged, is damaged")
-    if len(found) < 2:
-        logging.warning(
-            "one of the two records in %s cannot be read; the other one is used. This is normal after a loss "
-            "of power.",
-            path,
-        )
     return max(found, key=lambda head: head.position)
 
 

@@ -82,7 +82,8 @@ class ClusterJournal:
     def _remove(self, position: int) -> None:
         """Delete a row that was replaced, and link the row after it to the row before it."""
         execute = self._connection.execute
-        before = ChainHead(*(execute(_BEFORE, (position,)).fetchone() or (0, "")))
+        found = execute(_BEFORE, (position,)).fetchone()
+        before = EMPTY if found is None else ChainHead(*found)
         seq, total, key = execute(_AFTER, (position,)).fetchone()
         execute("delete from events where seq = ?", (position,))
         link = link_sum(seq, total, key, before)

@@ -46,7 +46,7 @@ class RepairReport:
     why: str | None
     """What was wrong, as a clause; None if nothing was."""
     lost: range | None
-    """Positions of acknowledged events that were not kept; None if it cannot be told which were."""
+    """Positions of acknowledged events after the last that was kept; None if it cannot be told which."""
     forgotten: tuple[str, ...]
     """Jobs whose submission was not kept, as far as it can be read. There may be more."""
     aside: pathlib.Path | None
@@ -113,14 +113,15 @@ def repair(folder: pathlib.Path) -> RepairReport:
 
 
 def _repair(folder: pathlib.Path, path: pathlib.Path) -> RepairReport:
-    readings = [_read_in_place(folder, path)]
-    if readings[0].error is None:
-        return _report(folder, readings[0], {}, None, None)
-    if readings[0].error.position is not None:
+    first = _read_in_place(folder, path)
+    if first.error is None:
+        return _report(folder, first, {}, None, None)
+    readings = [first]
+    if first.error.position is not None:
         readings += _read_images(folder, path)
     best = max(readings, key=lambda reading: reading.last)
     later = {seq: job for reading in readings for seq, job in reading.later.items()}
-    report = _report(folder, best, later, _set_aside(folder), readings[0].error.why)
+    report = _report(folder, best, later, _set_aside(folder), first.error.why)
     install(folder, best.kept)
     return report
 
@@ -133,10 +134,7 @@ def _report(
     why: str | None,
 ) -> RepairReport:
     told, _ = told_head(folder)
-    error, first = found.error, found.last + 1
-    if error is not None and error.position is not None:
-        first = error.position
-    lost = None
+    error, first, lost = found.error, found.last + 1, None
     if told is not None and is_of(told, found.kept):
         lost = range(first, max(told.position + 1, first))
     elif error is None:  # a sound journal of the format before chains
