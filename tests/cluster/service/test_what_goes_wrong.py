@@ -137,3 +137,34 @@ def test_a_journal_that_is_damaged_is_refused_and_repaired_by_a_command(tmp_path
     with service:
         found = service.client().call("GET", "jobs", type_=JobList).jobs
         assert [job.id for job in found] == ["a"]
+
+
+@pytest.mark.parametrize("what", ["one bit of the log", "the log's end"])
+def test_a_killed_service_whose_log_is_damaged_says_what_is_missing_and_is_repaired(tmp_path, what):
+    with services.Service(tmp_path / "service", "--local", "0") as service:
+        services.join(service.client())
+        for number in range(20):
+            services.submit(service.client(), services.submission(f"j{number}"))
+        acknowledged = {job.id for job in service.client().call("GET", "jobs", type_=JobList).jobs}
+        service.kill()
+    log = service.folder / "journal.db-wal"
+    data = bytearray(log.read_bytes())
+    if what == "one bit of the log":
+        data[32 + 8 * (24 + 4096) + 500] ^= 4
+    else:
+        del data[len(data) // 2 :]
+    log.write_bytes(data)
+    arguments = ("serve", "--folder", str(service.folder), "--local", "0", "--port", "0")
+    code, said = real_jobs.fails(*arguments)
+    assert code == 2 and "acknowledged events are missing" in said and "--repair" in said
+    assert log.read_bytes() == data
+    repaired = service.run("serve", "--repair")
+    with service:
+        found = {job.id for job in service.client().call("GET", "jobs", type_=JobList).jobs}
+    if what == "one bit of the log":
+        assert "no acknowledged event is lost" in repaired
+        assert found == acknowledged and len(found) == 20
+    else:
+        assert "acknowledged events are lost, positions" in repaired
+        assert found < acknowledged
+    assert (service.folder / "journal.damaged-1" / "journal.db-wal").read_bytes() == data
