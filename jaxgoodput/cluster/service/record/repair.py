@@ -172,6 +172,7 @@ def _read_images(folder: pathlib.Path, path: pathlib.Path) -> Iterator[_Reading]
     scratch.mkdir(mode=0o700)
     try:
         for image in write_images(scratch, database, log):
+            # ValueError: the format number in this image's first page is damaged. Nothing is read from it.
             with table.opened_to_read(image) as connection, contextlib.suppress(ValueError):
                 reading = _read(path, checked_rows(connection, path, told, why))
                 later = _submitted(connection, reading.last)
