@@ -291,9 +291,9 @@ def test_a_kill_alone_loses_nothing(lives, tmp_path):
 
 
 def test_a_damaged_journal_is_the_same_or_refused_and_repaired(lives, tmp_path):
-    found = table(lives, tmp_path, 40)
-    assert sum(found.values()) == 40
-    assert {told for _, told in found} == {*OUTCOMES}
+    found = table(lives, tmp_path, 2 * len(KINDS))
+    assert sum(found.values()) == 2 * len(KINDS)
+    assert {SAME, LOST} <= {told for _, told in found}
 
 
 @pytest.mark.slow
