@@ -127,13 +127,19 @@ def killed(folder: pathlib.Path, earlier: int, last: int) -> Killed:
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory) -> list[Killed]:
-    """A short life, whose events are all in the log, and a longer one, whose log was begun anew."""
-    folder = tmp_path_factory.mktemp("lives")
-    made = [killed(folder / "short", 12, 29), killed(folder / "long", 300, 731)]
-    assert (made[0].folder / FILE).stat().st_size == 2 * PAGE_BYTES  # made, and never written since
-    assert (made[1].older / FILE).stat().st_size < (made[1].folder / FILE).stat().st_size
-    return made
+def short(tmp_path_factory) -> Killed:
+    """A life whose events are all in the log."""
+    life = killed(tmp_path_factory.mktemp("short"), 12, 29)
+    assert (life.folder / FILE).stat().st_size == 2 * PAGE_BYTES  # made, and never written since
+    return life
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory) -> Killed:
+    """A life whose log was begun anew."""
+    life = killed(tmp_path_factory.mktemp("long"), 300, 731)
+    assert (life.older / FILE).stat().st_size < (life.folder / FILE).stat().st_size
+    return life
 
 
 # -- damages ---------------------------------------------------------------------------------------------
@@ -283,23 +289,24 @@ def table(lives: list[Killed], folder: pathlib.Path, count: int) -> Counter[tupl
     return found
 
 
-def test_a_kill_alone_loses_nothing(lives, tmp_path):
-    for number, life in enumerate(lives):
-        state = opened(shutil.copytree(life.folder, tmp_path / f"{number}"))
-        assert state.seq == life.last
-        assert known(state) == known(life.states[life.last])
+def kill_alone_loses_nothing(life: Killed, folder: pathlib.Path) -> None:
+    state = opened(shutil.copytree(life.folder, folder / "whole"))
+    assert state.seq == life.last
+    assert known(state) == known(life.states[life.last])
 
 
-def test_a_damaged_journal_is_the_same_or_refused_and_repaired(lives, tmp_path):
-    found = table(lives, tmp_path, 2 * len(KINDS))
+def test_a_damaged_journal_is_the_same_or_refused_and_repaired(short, tmp_path):
+    kill_alone_loses_nothing(short, tmp_path)
+    found = table([short], tmp_path, 2 * len(KINDS))
     assert sum(found.values()) == 2 * len(KINDS)
     assert {SAME, LOST} <= {told for _, told in found}
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_300_damages(lives, tmp_path):
-    found = table(lives, tmp_path, 300)
+def test_300_damages(short, long, tmp_path):
+    kill_alone_loses_nothing(long, tmp_path)
+    found = table([short, long], tmp_path, 300)
     print(f"\n| damage | {' | '.join(OUTCOMES)} |\n|{' --- |' * (1 + len(OUTCOMES))}")
     for kind in KINDS:
         print(f"| {kind} | {' | '.join(str(found[kind, told]) for told in OUTCOMES)} |")
@@ -308,8 +315,8 @@ def test_300_damages(lives, tmp_path):
     assert sum(found.values()) == 300
 
 
-def test_the_bit_that_once_lost_15_of_20_jobs_loses_none(lives, tmp_path):
-    life = lives[0]
+def test_the_bit_that_once_lost_15_of_20_jobs_loses_none(short, tmp_path):
+    life = short
     folder = tmp_path / "case"
     shutil.copytree(life.folder, folder)
     data = bytearray((folder / LOG).read_bytes())
