@@ -1,6 +1,7 @@
 """The journal: what was acknowledged is there after any death, and damage is found at its place."""
 
 import contextlib
+import errno
 import os
 import pathlib
 import shutil
@@ -421,6 +422,21 @@ def test_a_head_that_is_cut_short_while_it_is_written_is_the_one_before(position
         torn = data.draw(st.sampled_from(changed)) + 1
         (folder / heads.FILE).write_bytes(after[:torn] + before[torn:])
         assert heads.read_head(folder) in told[-2:]
+
+
+def test_a_head_that_cannot_be_written_acknowledges_nothing(tmp_path, monkeypatch):
+    journal = ClusterJournal(tmp_path)
+    a_few(journal)
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    said = r"head could not be written \(No space"
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=said):
+        patch.setattr(os, "fdatasync", full)
+        journal.append([JobCancelled(job="a")], 9.0, 1e9)
+    journal.close()
+    assert ClusterJournal(tmp_path).last == 10  # on the disk, and not answered
 
 
 def test_a_head_of_which_nothing_can_be_read_is_refused(tmp_path):
