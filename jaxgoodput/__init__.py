@@ -136,4 +136,15 @@ _MODULES = {
     "trackers": "observe.trackers",
 }
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES, _MODULES, root=__name__)
+
+def _join_job() -> None:
+    """Join the job of the launcher that started this process, if there is one."""
+    from jaxgoodput.launcher import worker
+
+    worker.join_if_launched()
+
+
+# A worker joins before its script can use JAX, if possible: often at `class X(jg.Trainer)`.
+_FIRST = dict.fromkeys(("Trainer", "Tuner", "adaptive", "Engines"), _join_job)
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES, _MODULES, root=__name__, first=_FIRST)

@@ -77,4 +77,7 @@ from jaxgoodput.train.trainer import Trainer as Trainer
 rules = _learning_rate  # an import under another name is no promise of a stub's
 
 __version__: str
+
+def _join_job() -> None: ...
+
 __all__: list[str]

@@ -223,6 +223,7 @@ def connect(
     process_id: int,
     *,
     connect_timeout_s: float = 60.0,
+    others_timeout_s: float = 60.0,
     heartbeat_timeout_s: int = 100,
     shutdown_timeout_s: int = 10,
     clock: Clock | None = None,
@@ -230,7 +231,8 @@ def connect(
     """Join a job: afterwards `jax.process_count()` is `num_processes`, and devices are global.
 
     Unlike `jax.distributed.initialize`, this starts no service and leaves SIGTERM to Python. Call it before
-    anything asks JAX for a device.
+    anything asks JAX for a device. If another process has not connected within `others_timeout_s`, the
+    runtime aborts this one.
 
     Raises:
         ValueError: `process_id` is not in [0, num_processes), or `address` is not host:port.
@@ -248,18 +250,13 @@ def connect(
             f"this process is already connected to {distributed.global_state.coordinator_address}. "
             "Call connect once, and do not call jax.distributed.initialize as well."
         )
-    if xla_bridge.backends_are_initialized():
-        raise RuntimeError(
-            "JAX has already used its devices, so it can no longer connect to other processes. "
-            "Connect before the first jax.devices(), array or jitted call, including those made while "
-            "modules are imported."
-        )
+    require_unused_devices()
     # A client that fails to connect aborts the whole process: try with a plain socket first.
     _wait_until_listening(address, connect_timeout_s, clock or SystemClock())
     client = runtime.get_distributed_runtime_client(
         address,
         process_id,
-        init_timeout=max(int(connect_timeout_s), 1),
+        init_timeout=max(int(others_timeout_s), 1),
         shutdown_timeout=shutdown_timeout_s,
         heartbeat_timeout=heartbeat_timeout_s,
         shutdown_on_destruction=False,
@@ -271,6 +268,16 @@ def connect(
     state.process_id = process_id
     state.num_processes = num_processes
     state.coordinator_address = address
+
+
+def require_unused_devices() -> None:
+    """Raise RuntimeError if JAX has already used its devices, which can then no longer be chosen."""
+    if xla_bridge.backends_are_initialized():
+        raise RuntimeError(
+            "JAX has already used its devices, so it can no longer connect to other processes, or get other "
+            "devices. Connect before the first jax.devices(), array or jitted call, including those made "
+            "while modules are imported: call jaxgoodput.initialize() at the top of the script."
+        )
 
 
 def connected_to() -> str | None:

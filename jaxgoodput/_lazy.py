@@ -11,18 +11,21 @@ def lazy_names(
     modules: dict[str, str] | None = None,
     *,
     root: str,
+    first=None,
 ) -> tuple[object, object, list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` for the `__init__.py` of `package`.
 
     `homes` maps a module to the public names it defines, separated by spaces. `modules` maps a public name to
-    the module that it stands for. Module names are relative to `root`. Editors and type checkers read the
-    package's `__init__.pyi` instead.
+    the module that it stands for. Module names are relative to `root`. `first` has functions that are called
+    before certain names are loaded. Editors and type checkers read the package's `__init__.pyi` instead.
     """
-    modules = modules or {}
+    modules, first = modules or {}, first or {}
     home_of = {name: module for module, names in homes.items() for name in names.split()}
     promised = sorted([*home_of, *modules])
 
     def get(name: str) -> object:
+        if name in first:
+            first[name]()
         if name in modules:
             value: object = importlib.import_module(f"{root}.{modules[name]}")
         elif name in home_of:

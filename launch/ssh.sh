@@ -4,12 +4,12 @@
 #   launch/ssh.sh hosts.txt train.py --workdir /shared/run
 #   MIN=2 PROCESSES=4 launch/ssh.sh hosts.txt train.py --workdir /shared/run
 #
-# hosts.txt  one a line; the script lies in the same folder on all of them, with the same versions
+# hosts.txt  one a line, as [USER@]HOST[:PORT] [slots=N]; the script lies in the same folder on all of them, with the same versions
 # MIN        hosts without which it waits                      (1)
 # PROCESSES  of each host                                      (1)
 # DEVICES    of each process: virtual ones on CPU, else GPUs   (1; all where PROCESSES is 1)
 # ENDPOINT   how the hosts reach this one, HOST:PORT           (its name, a free port)
-# RSH        the remote shell, called as RSH HOST COMMAND      (ssh -o BatchMode=yes)
+# RSH        the remote shell, called as RSH [-p PORT] HOST COMMAND (ssh -o BatchMode=yes)
 # Exit codes: 0 done, 143 saved and wants a restart, 75 not saved, 1 a bug, 2 wrong usage.
 set -euo pipefail
 

@@ -18,6 +18,8 @@ from jaxgoodput._commands import (
     text,
     wrong,
 )
+from jaxgoodput.launcher.host_list import NamedHost, read_host_file, read_host_list
+from jaxgoodput.launcher.variables import as_mapping, from_line, variable
 
 
 def _span(text: str) -> tuple[int, int]:
@@ -49,19 +51,26 @@ _SILENT = number("--silent-s", "S", 1.0, "seconds without a heartbeat after whic
                  "(default: 10)")
 _RECONNECT = number("--reconnect-s", "S", 0.0, "seconds for which agents try to reach a coordinator that "
                     "is gone (default: 60 if --rdzv-endpoint names a port, else 0)")
+_CONNECT = number("--connect-s", "S", 1.0, "seconds from the start of a process until it, or a process "
+                  "that it starts, must have joined the job (default: 600)")
+_ENV = text("--env", "NAME[=VALUE]", "environment variable of each process, by default with the value that "
+            "it has here; may be repeated", [], type=variable, action="append")
 _SECRET = switch("--secret-stdin", help=argparse.SUPPRESS)
+_ENV_STDIN = switch("--env-stdin", help=argparse.SUPPRESS)
 # fmt: on
 
 # Options of `run` that make sense only if hosts come and go: `run` without --nnodes refuses them.
 _ELASTIC = (
-    text("--hosts", "A,B,...", "hosts, as the remote shell names them; all see the script in the same folder "
-         "(default: this machine)"),
-    text("--hostfile", "FILE", "file with one host per line, instead of --hosts", type=file),
+    text("--hosts", "A,B,...", "hosts, each as [USER@]HOST[:PORT][=SLOTS], with SLOTS processes instead of "
+         "--nproc-per-node; all see the script in the same folder (default: this machine)"),
+    text("--hostfile", "FILE", "file with one host per line, as [USER@]HOST[:PORT] [slots=N], instead of "
+         "--hosts", type=file),
     number("--local-hosts", "K", 0, "simulate K hosts on this machine; 0 if every host joins with "
            "`jaxgoodput agent` (default: 1 if no hosts are named)"),
     number("--hosts-per-group", "K", 1, "hosts that share one copy of the model, split as Config.strategies "
            "says; they join and leave together (default: each process has a copy of its own)"),
-    text("--rsh", "SHELL", "remote shell, called as SHELL HOST COMMAND (default: ssh -o BatchMode=yes)"),
+    text("--rsh", "SHELL", "remote shell, called as SHELL [-p PORT] HOST COMMAND (default: ssh -o "
+         "BatchMode=yes)"),
     text("--remote-python", "PATH", "Python interpreter on the hosts (default: the one that runs this "
          "command)"),
     number("--join-s", "S", 0.0, "seconds that the first start waits for more than MIN hosts (default: 10)"),
@@ -88,6 +97,8 @@ _RUN = (
            "signal; two crashes in a row without progress end the job (default: 0). With --nnodes: "
            "processes that may be replaced, in total (default: 100)"),
     _GRACE,
+    _CONNECT,
+    _ENV,
     *_ELASTIC,
 )  # fmt: skip
 
@@ -99,9 +110,12 @@ _AGENT = (
     text("--local-devices", "I,J,...", "this host's devices for its processes, with --devices-per-process "
          "(default: from device 0)", type=_numbers),
     _GRACE,
+    _CONNECT,
+    _ENV,
     _SILENT,
     _RECONNECT,
     _SECRET,
+    _ENV_STDIN,
 )  # fmt: skip
 
 _COORDINATE = (
@@ -194,6 +208,8 @@ def _run(options, command: list[str], parser: argparse.ArgumentParser) -> int:
             options.devices_per_process,
             max_restarts=options.max_restarts or 0,
             grace_s=options.grace_s,
+            variables=_variables(options),
+            **_set(options, "connect_s"),
         )
     except UsageError as error:
         return wrong(error)
@@ -207,7 +223,7 @@ def _run_elastic(options, command: list[str], parser: argparse.ArgumentParser) -
     least, most = options.nnodes
     # A coordinator that is started again is found only if its port is known in advance.
     has_port = (options.rdzv_endpoint or ":0").rpartition(":")[2] != "0"
-    names = ("rsh", "join_s", "admit_every_s", "silent_s", "exclude_slow", "exclude_s")
+    names = "rsh join_s admit_every_s silent_s exclude_slow exclude_s connect_s".split()
     try:
         job = Job(
             **{
@@ -225,6 +241,7 @@ def _run_elastic(options, command: list[str], parser: argparse.ArgumentParser) -
             python=options.remote_python or sys.executable,
             endpoint=options.rdzv_endpoint,
             grace_s=options.grace_s,
+            variables=_variables(options),
             secret=sys.stdin.readline().strip() if options.secret_stdin else None,
         )
         return run_elastic(command, job)
@@ -242,30 +259,47 @@ def _require_consistent(options, parser: argparse.ArgumentParser) -> None:
             parser.error(f"--{name.replace('_', '-')} is for the hosts of --hosts or --hostfile")
 
 
-def _hosts(options) -> tuple[str, ...]:
-    """Return the names in --hosts or --hostfile. Raises UsageError if the one given names no host."""
+def _hosts(options) -> tuple[NamedHost, ...]:
+    """Return the hosts in --hosts or --hostfile. Raises UsageError for a name that is wrong, or none."""
     from jaxgoodput.launcher.supervise import UsageError
 
     if options.hostfile is not None:
-        hosts, given = _in_file(options.hostfile), f"--hostfile {options.hostfile}"
+        given, read, text = f"--hostfile {options.hostfile}", read_host_file, _in(options.hostfile)
     elif options.hosts is not None:
-        hosts, given = options.hosts.split(","), f"--hosts {options.hosts!r}"
+        given, read, text = f"--hosts {options.hosts!r}", read_host_list, options.hosts
     else:
         return ()
-    hosts = [host for host in hosts if host]
-    if not hosts:
-        raise UsageError(f"{given} names no host")
-    if twice := sorted({host for host in hosts if hosts.count(host) > 1}):
-        raise UsageError(f"{given}: {', '.join(twice)} is there twice. Name each host once.")
-    return tuple(hosts)
+    try:
+        return tuple(read(text))
+    except ValueError as error:
+        raise UsageError(f"{given}: {error}") from None
 
 
-def _in_file(path: pathlib.Path) -> list[str]:
-    from jaxgoodput.launcher.elastic.hosts import read_host_file
+def _variables(options) -> dict[str, str]:
+    """Return the variables of --env. Raises UsageError."""
     from jaxgoodput.launcher.supervise import UsageError
 
     try:
-        return read_host_file(path.read_text())
+        return as_mapping(options.env)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _from_stdin() -> dict[str, str]:
+    """Return the variables that the command which started this agent has written. Raises UsageError."""
+    from jaxgoodput.launcher.supervise import UsageError
+
+    try:
+        return from_line(sys.stdin.readline())
+    except ValueError as error:
+        raise UsageError(f"--env-stdin: {error}") from None
+
+
+def _in(path: pathlib.Path) -> str:
+    from jaxgoodput.launcher.supervise import UsageError
+
+    try:
+        return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--hostfile {path} cannot be read: {error}") from None
 
@@ -307,17 +341,19 @@ def _agent(options, command: list[str], parser: argparse.ArgumentParser) -> int:
         parser.error(
             "JAXGOODPUT_SECRET is not set. Set it to the same text here and where `jaxgoodput run` is started"
         )
-    settings = AgentSettings(
-        address=options.rdzv_endpoint,
-        secret=secret,
-        name=options.name or socket.gethostname(),
-        slots=options.nproc_per_node or 1,
-        devices_per_process=options.devices_per_process,
-        local_devices=_local_devices(options, parser),
-        grace_s=options.grace_s,
-        **_set(options, "silent_s", "reconnect_s"),
-    )
     try:
+        told = _from_stdin() if options.env_stdin else {}
+        settings = AgentSettings(
+            address=options.rdzv_endpoint,
+            secret=secret,
+            name=options.name or socket.gethostname(),
+            slots=options.nproc_per_node or 1,
+            devices_per_process=options.devices_per_process,
+            local_devices=_local_devices(options, parser),
+            grace_s=options.grace_s,
+            variables={**told, **_variables(options)},
+            **_set(options, "silent_s", "reconnect_s", "connect_s"),
+        )
         return run_agent(command, settings, clock=SystemClock())
     except UsageError as error:
         return wrong(error)

@@ -16,12 +16,14 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from jaxgoodput.clock import Clock, SystemClock
+from jaxgoodput.launcher.roll_call import CONNECT_S
 from jaxgoodput.launcher.supervise import (
     DONE,
     SAVED,
     USAGE,
     ProcessesEnd,
     UsageError,
+    open_roll_call,
     say,
     supervise,
     told_within,
@@ -74,8 +76,8 @@ def _glibc() -> tuple[int, ...]:
 def shim_command(command: Sequence[str]) -> list[str]:
     """Return `command` with its Python script or module run through the worker shim.
 
-    A bare `python`, or a bare script, runs with this interpreter. Any other program stays as it is, and
-    its own Python code joins the job with `jaxgoodput.initialize()`.
+    A bare `python`, or a bare script, runs with this interpreter. Any other program stays as it is; a script
+    that it starts joins the job when it first uses `jaxgoodput.Trainer`.
 
     >>> shim_command(["/opt/python3", "-u", "train.py", "--workdir=w"])
     ['/opt/python3', '-u', '-m', 'jaxgoodput.launcher', 'train.py', '--workdir=w']
@@ -121,12 +123,15 @@ def run_local(
     max_restarts: int = 0,
     grace_s: float = 60.0,
     crash_grace_s: float = 5.0,
+    connect_s: float = CONNECT_S,
+    variables: Mapping[str, str] | None = None,
     clock: Clock | None = None,
 ) -> int:
     """Run `command` as one job of `num_processes` workers on this host; return its exit code.
 
-    Output, signals, failures and hangs are handled as `supervise` says. The exit code is 0 if all workers are
-    done, 143 if all are done or saved, otherwise the code of the first worker that failed.
+    Output, signals, failures and hangs are handled as `supervise` says. If there are several workers, each
+    has to join the job within `connect_s`. The exit code is 0 if all workers are done, 143 if all are done or
+    saved, otherwise the code of the first worker that failed.
 
     A job that ends without a signal is restarted, at most `max_restarts` times: at once after 143 (saved,
     wants a restart); after a crash, with pauses that double; never after 2 (wrong usage). It is given up
@@ -135,8 +140,8 @@ def run_local(
 
     On a machine with GPUs, process r uses the devices [r * devices_per_process, (r + 1) *
     devices_per_process), by default one device. On CPU, each process has that many virtual devices.
-    `JAX_PLATFORMS` chooses the platform, as usual. On CPU the workers keep the memory that steps free
-    (`keep_freed_pages`).
+    `JAX_PLATFORMS` chooses the platform, as usual; `variables` are added to the environment of each process.
+    On CPU the workers keep the memory that steps free (`keep_freed_pages`).
 
     Raises:
         UsageError: a number is too small, or the command cannot be started.
@@ -164,6 +169,8 @@ def run_local(
                 service = _jax.start_coordination_service(num_processes)
                 stack.callback(service.shutdown)
                 coordinator = service.address
+            roll_call = open_roll_call(must_join=num_processes > 1, connect_s=connect_s)
+            stack.callback(roll_call.close)
             env = WorkerEnv(
                 num_processes=num_processes,
                 process_id=0,
@@ -175,11 +182,12 @@ def run_local(
             )
             end = supervise(
                 [command] * num_processes,
-                _environs(env),
+                _environs(env, variables or {}),
                 prefix_output=True,
                 grace_s=grace_s,
                 crash_grace_s=crash_grace_s,
                 clock=clock or SystemClock(),
+                roll_call=roll_call,
             )
         pause_s = restarts.pause_s(end)
         if pause_s is None or told_within(pause_s):
@@ -193,9 +201,9 @@ def _require_a_process(num_processes: int) -> None:
         )
 
 
-def _environs(env: WorkerEnv) -> list[dict[str, str]]:
+def _environs(env: WorkerEnv, variables: Mapping[str, str]) -> list[dict[str, str]]:
     """Return the environment variables of each local worker; `env` describes the worker of rank 0."""
-    inherited = inherited_environ()
+    inherited = {**inherited_environ(), **variables}
     inherited |= keep_freed_pages(inherited)
     count = env.devices_per_process or 1
     has_all = env.num_processes == 1 and env.devices_per_process is None

@@ -16,6 +16,7 @@ from typing import IO, Any, BinaryIO, TextIO
 
 from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock
+from jaxgoodput.launcher.roll_call import RollCall
 from jaxgoodput.launcher.worker import pipe_name
 
 # Exit codes of every command and worker. NOT_SAVED (EX_TEMPFAIL): the last step could not be saved.
@@ -47,6 +48,8 @@ class ChildExit:
 
     rank: int | str
     code: int
+    why: str = ""
+    """Reason for a code that is not the process's own; see `RollCall.true_code`."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ def supervise(
     crash_grace_s: float,
     clock: Clock,
     still_s: float = _STILL_S,
+    roll_call: RollCall | None = None,
 ) -> ProcessesEnd:
     """Run all commands at once, command i with `environs[i]`, and wait until all have ended.
 
@@ -89,6 +93,9 @@ def supervise(
       again, then SIGKILL. When a process has saved and exited (143), the others get `grace_s` each.
     * Hangs: a training process sends heartbeats through the pipe JAXGOODPUT_BEATS, and is killed if it sends
       none for `still_s`.
+    * Wrappers: with `roll_call`, signals go to the worker that a process has started, if that has joined the
+      job. If all have to join, a process that does not do so in time is killed, and one that ends with 0
+      without has failed.
     * If this process itself is killed, processes that watch the pipe JAXGOODPUT_LIFELINE
       (`worker.initialize`) die too.
 
@@ -108,9 +115,18 @@ def supervise(
             for rank, (command, environ) in enumerate(zip(commands, environs, strict=True)):
                 child = {**environ, "JAXGOODPUT_LIFELINE": pipe_name(lifeline)}
                 processes.append(
-                    Child(rank, command, child, lifeline, prefix_output, events, clock)
+                    Child(rank, command, child, lifeline, prefix_output, events, clock, roll_call)
                 )
         return ProcessSet(processes, grace_s, crash_grace_s, clock, still_s).wait(events)
+
+
+def open_roll_call(*, must_join: bool, connect_s: float) -> RollCall:
+    """Return a roll call for the processes of this host, which prints what goes wrong with it."""
+    return RollCall(
+        must_join=must_join,
+        connect_s=connect_s,
+        on_error=lambda error: say(f"a process that connected was refused: {error}"),
+    )
 
 
 def told_within(seconds: float) -> bool:
@@ -173,6 +189,7 @@ class ProcessSet:
         due_s = [at_s for at_s, _ in self._plan[:1]]
         beats_s = [p.beat_s for p in self._running.values() if p.beat_s is not None]
         due_s += [beat_s + self.still_s for beat_s in beats_s]
+        due_s += [due for p in self._running.values() if (due := p.join_by_s) is not None]
         return max(min(due_s) - self.clock.now(), 0.0) if due_s else 1.0
 
     def _kill_hanging(self) -> None:
@@ -184,6 +201,7 @@ class ProcessSet:
                 )
                 process.beat_s = None
                 process.send(signal.SIGKILL)
+            process.kill_if_overdue()
 
     def _follow_plan(self) -> None:
         if self._plan and self.clock.now() >= self._plan[0][0]:
@@ -210,7 +228,8 @@ class ProcessSet:
         elif code not in (DONE, SAVED):
             self._failed.append((event, self.clock.now() - self._began_s))
             if is_first_failure:
-                say(f"process {event.rank} ended with {code}; still running: {self._ranks()}")
+                why = f": {event.why}" if event.why else ""
+                say(f"process {event.rank} ended with {code}{why}; still running: {self._ranks()}")
                 self._end_soon(self.crash_grace_s)
 
     def _end_soon(self, grace_s: float) -> None:
@@ -227,6 +246,8 @@ class ProcessSet:
             step = "" if process.step is None else f", step {process.step} done"
             order = "failed first" if place == 0 else "failed then"
             say(f"process {end.rank} {order}: {how_it_ended(end.code)} after {after_s:.1f} s{step}")
+            if end.why:
+                say(f"    {end.why}")
             for line in process.last_lines:
                 say(f"    [{end.rank}] {line}")
 
@@ -306,17 +327,19 @@ class Child:
         prefix_output: bool,
         events: "queue.SimpleQueue[Any]",
         clock: Clock,
+        roll_call: RollCall | None = None,
     ):
         pipe = subprocess.PIPE if prefix_output else None
         self.last_lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
         self.began: int | None = None  # first step that it reported
         self.step: int | None = None  # last step that it reported
         self.beat_s: float | None = None  # time of its last heartbeat; None if it does not train
+        called = {} if roll_call is None else roll_call.environ(str(rank))
         beats, beaten = os.pipe()
         try:
             self._child = subprocess.Popen(
                 list(command),
-                env={**environ, "JAXGOODPUT_BEATS": pipe_name(beaten)},
+                env={**environ, "JAXGOODPUT_BEATS": pipe_name(beaten), **called},
                 stdin=subprocess.DEVNULL if prefix_output else None,
                 stdout=pipe,
                 stderr=pipe,
@@ -329,7 +352,11 @@ class Child:
         finally:
             os.close(beaten)
         self._rank = rank
+        self._command = list(command)
         self._clock = clock
+        self._roll_call = roll_call
+        self._began_s = clock.now()
+        self._overdue = ""  # why it was killed, if it had not joined in time
         # Context switches when the process was last seen stopped, and since when it has not run since.
         self._stopped: tuple[int | None, float] = (None, 0.0)
         self._lock = threading.Lock()
@@ -355,14 +382,31 @@ class Child:
             self._stopped = seen, self._clock.now()
         return 0.0 if seen is None else self._clock.now() - self._stopped[1]
 
+    @property
+    def join_by_s(self) -> float | None:
+        """Time at which the process must have joined its job; None if it has, or need not."""
+        roll_call = self._roll_call
+        if roll_call is None or not roll_call.must_join or self._overdue:
+            return None
+        is_there = roll_call.has_joined(str(self._rank))
+        return None if is_there else self._began_s + roll_call.connect_s
+
+    def kill_if_overdue(self) -> None:
+        """Kill the process if it has not joined its job in time. Its exit code is then 1."""
+        join_by_s, roll_call = self.join_by_s, self._roll_call
+        if join_by_s is not None and roll_call is not None and self._clock.now() >= join_by_s:
+            self._overdue = roll_call.overdue(self._command)
+            say(f"SIGKILL to {self._rank}: {self._overdue}")
+            self.send(signal.SIGKILL)
+
     def send(self, signum: int) -> None:
-        """Send a signal to the process; SIGKILL goes to its children too."""
+        """Send a signal to the process, or to the worker that it has started; SIGKILL goes to all of them."""
         with self._lock:
             if self._reaped:
                 return
             if signum == signal.SIGKILL:
                 self._signal_group(signum)
-            else:
+            elif not self._signal_worker(signum):
                 os.kill(self._child.pid, signum)  # Popen.send_signal would reap
 
     def finish(self) -> None:
@@ -407,7 +451,27 @@ class Child:
             self._reaped = True
         for reader in self._workers:
             reader.join(_OUTPUT_DRAIN_S)
-        events.put(ChildExit(self._rank, code))
+        events.put(self._exit(code))
+
+    def _exit(self, code: int) -> ChildExit:
+        if self._overdue:
+            return ChildExit(self._rank, FAILED, self._overdue)
+        if self._roll_call is None:
+            return ChildExit(self._rank, code)
+        found = self._roll_call.true_code(str(self._rank), self._command, self._child.pid, code)
+        self._roll_call.let_go(str(self._rank))
+        return ChildExit(self._rank, *found)
+
+    def _signal_worker(self, signum: int) -> bool:
+        """Send a signal to the worker that the process has started; False if there is none to be reached."""
+        pid = None if self._roll_call is None else self._roll_call.pid(str(self._rank))
+        if pid is None:
+            return False
+        try:
+            os.kill(pid, signum)
+        except ProcessLookupError:
+            return False
+        return True
 
     def _signal_group(self, signum: int) -> None:
         # A process may have moved to another group, and left this one empty.

@@ -5,6 +5,9 @@
 
 joins the job that the environment describes, then runs the script in this process as `__main__`. If no such
 variable is set, it only runs the script. So a script needs no code of its own to be distributed.
+
+A script that a wrapper starts without this module (`env X=1 python train.py`) joins when it first uses
+`jaxgoodput.Trainer`, or at the latest in `fit()`. Its children inherit the environment, and do not join.
 """
 
 import contextlib
@@ -18,8 +21,12 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from jaxgoodput._worker import Worker
+from jaxgoodput.launcher import roll_call
 
 _PREFIX = "JAXGOODPUT_"
+_JOINED = "JAXGOODPUT_JOINED"
+# A wrapper may start the processes of a job at very different times; the launcher ends them all if one fails.
+_OTHERS_S = roll_call.CONNECT_S
 _USAGE = "usage: python -m jaxgoodput.launcher (SCRIPT | -m MODULE) [ARGS ...]"
 
 
@@ -57,6 +64,10 @@ class WorkerEnv:
     """Name of this process in that job."""
     host: str | None = None
     """Name of this process's host in that job."""
+    roll_call: str | None = None
+    """How to reach the roll call of the launcher; see `roll_call`."""
+    joined: int | None = None
+    """Number of the process that has joined as this worker, and from which this one has its environment."""
 
     def __post_init__(self):
         if self.num_processes < 1:
@@ -163,6 +174,8 @@ _VARIABLES: Mapping[str, tuple[Callable[[str, str], Any], tuple[str, ...]]] = {
     "secret": (_text, ("JAXGOODPUT_SECRET",)),
     "member": (_text, ("JAXGOODPUT_MEMBER",)),
     "host": (_text, ("JAXGOODPUT_HOST",)),
+    "roll_call": (_text, (roll_call.VARIABLE,)),
+    "joined": (_integer, (_JOINED,)),
 }
 _SLURM_RANKS: Mapping[str, tuple[str, ...]] = {
     "num_processes": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
@@ -191,36 +204,87 @@ def initialize(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
     cache work for all processes, and connects them. Call it before JAX is asked for a device. A second call
     does nothing, so a script may call it even if the launcher already has.
 
+    Also returns None in a child of a process that has joined, such as a reader of data: it has the variables
+    of a worker, but is none, and its `fit()` refuses.
+
     Raises:
         ValueError: a variable is missing or wrong.
-        RuntimeError: JAX has used its devices already.
-        ConnectionError: the coordinator does not answer.
+        RuntimeError: JAX has used its devices already, or another process has joined as this worker.
+        ConnectionError: the launcher or the coordinator does not answer.
     """
     env = WorkerEnv.from_environ(os.environ if environ is None else environ)
     if env is None:
         return None
-    from jaxgoodput import _jax
-    from jaxgoodput.train.process import LAUNCHED, LauncherLink
+    from jaxgoodput.train.process import OF_PROCESS, LauncherLink
 
-    has_joined = LAUNCHED.get(LauncherLink()).membership is not None
-    if (env.rendezvous is not None and has_joined) or (
-        env.coordinator is not None and _jax.connected_to() == env.coordinator
-    ):
+    if OF_PROCESS.link.pid == os.getpid():
         return env
-    if env.lifeline is not None:
-        _die_with_the_launcher(env.lifeline)
-    beats = None if env.beats is None else _inherited(env.beats)
-    link = LauncherLink(grace_s=env.grace_s)
-    LAUNCHED.set(link if beats is None else dataclasses.replace(link, beat=_beat_into(beats)))
+    if env.joined not in (None, os.getpid()):
+        OF_PROCESS.link = LauncherLink(refusal=roll_call.already_joined(env.joined))
+        return None
+    _join(env)
+    os.environ[_JOINED] = str(os.getpid())  # for the children of this process
+    return env
 
-    _choose_devices(env)
+
+def join_if_launched() -> None:
+    """Join the job of the launcher that started this process, unless another process is the worker.
+
+    Does nothing without a launcher of this package: variables of Slurm or JAX may belong to tasks that train
+    alone. Raises what `initialize` raises, except that a process that is no worker may do all but train.
+    """
+    from jaxgoodput.train.process import OF_PROCESS, LauncherLink
+
+    names = ("JAXGOODPUT_PROCESS_ID", "JAXGOODPUT_COORDINATOR", roll_call.VARIABLE)
+    if not any(os.environ.get(name) for name in names):
+        return
+    try:
+        initialize()
+    except roll_call.AlreadyJoined as error:
+        OF_PROCESS.link = LauncherLink(refusal=str(error))
+
+
+def _join(env: WorkerEnv) -> None:
+    """Become the worker that `env` describes."""
+    from jaxgoodput import _jax
+    from jaxgoodput.train.process import OF_PROCESS, LauncherLink
+
+    is_connected = env.coordinator is not None and _jax.connected_to() == env.coordinator
+    chooses = env.devices_per_process is not None or env.local_device_ids is not None
+    if not is_connected and (chooses or env.num_processes > 1):
+        _jax.require_unused_devices()
+    link = LauncherLink(grace_s=env.grace_s, pid=os.getpid())
+    if env.roll_call is not None:
+        link = _answer(env.roll_call, link)
+    if env.lifeline is not None:
+        _die_with_the_launcher(env.lifeline, is_launched=env.roll_call is not None)
+    beats = None if env.beats is None else _inherited(env.beats)
+    if beats is not None:
+        link = dataclasses.replace(link, beat=_beat_into(beats))
+    if not is_connected:
+        _choose_devices(env)
     if env.rendezvous is not None:
-        _join_rendezvous(env, env.rendezvous)
+        link = _join_rendezvous(env, env.rendezvous, link)
     if env.num_processes > 1:
         assert env.coordinator is not None
         _jax.share_compilation_cache()
-        _jax.connect(env.coordinator, env.num_processes, env.process_id)
-    return env
+        if not is_connected:
+            _jax.connect(
+                env.coordinator, env.num_processes, env.process_id, others_timeout_s=_OTHERS_S
+            )
+    OF_PROCESS.link = link
+
+
+def _answer(called: str, link: Any) -> Any:
+    """Answer the roll call of the launcher, and end this process when the launcher ends."""
+    roll = roll_call.RollCallLink(called)
+
+    def wait(_: Worker) -> None:
+        roll.wait_for_the_end()
+        _end_with_the_launcher(is_launched=True)
+
+    Worker("lifeline", wait)
+    return dataclasses.replace(link, report=roll.report)
 
 
 def _choose_devices(env: WorkerEnv) -> None:
@@ -234,23 +298,21 @@ def _choose_devices(env: WorkerEnv) -> None:
         jax.config.update("jax_rocm_visible_devices", visible)
 
 
-def _join_rendezvous(env: WorkerEnv, address: str) -> None:
+def _join_rendezvous(env: WorkerEnv, address: str, link: Any) -> Any:
     """Become a worker of an elastic job, whose coordinator is at `address`; its hosts come and go."""
     from jaxgoodput import _jax
     from jaxgoodput.launcher.elastic.member import JobMembership
-    from jaxgoodput.train.process import LAUNCHED
 
     assert env.secret is not None and env.member is not None
     _jax.share_compilation_cache()
     member = JobMembership(address, env.secret, env.member)
-    link = LAUNCHED.get()
     beat_locally = link.beat
 
     def beat(step: int | None) -> None:
         beat_locally(step)
         member.beat(step)
 
-    LAUNCHED.set(dataclasses.replace(link, beat=beat, membership=member))
+    return dataclasses.replace(link, beat=beat, membership=member)
 
 
 def pipe_name(fd: int) -> str:
@@ -285,7 +347,7 @@ def _beat_into(fd: int) -> Callable[[int | None], None]:
     return beat
 
 
-def _die_with_the_launcher(lifeline: str) -> None:
+def _die_with_the_launcher(lifeline: str, *, is_launched: bool) -> None:
     """Kill this process's group when the pipe `lifeline` closes, so that no worker outlives its launcher.
 
     The launcher holds the other end of the pipe, and never writes to it.
@@ -297,12 +359,21 @@ def _die_with_the_launcher(lifeline: str) -> None:
     def wait(_: Worker) -> None:
         while os.read(fd, 1):
             pass
-        # The launcher gives each worker a process group of its own. Never kill another program's group.
-        if os.getpgrp() == os.getpid():
-            os.killpg(0, signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
+        _end_with_the_launcher(is_launched=is_launched)
 
     Worker("lifeline", wait)
+
+
+def _end_with_the_launcher(*, is_launched: bool) -> None:
+    """Kill this process, and the group that the launcher has made for it: never that of another program.
+
+    `is_launched` says that a launcher of this package has started it on this host, perhaps in a wrapper,
+    which then leads the group.
+    """
+    leaders = {os.getpid(), os.getsid(0)} if is_launched else {os.getpid()}
+    if os.getpgrp() in leaders:
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

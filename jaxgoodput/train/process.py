@@ -20,6 +20,7 @@ import jax
 from absl import logging
 from jax.experimental.compilation_cache import compilation_cache
 
+import jaxgoodput
 from jaxgoodput._jax import Compilation, listen_for_compilations, waits_for_xla
 from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock
@@ -90,10 +91,63 @@ class LauncherLink:
     # Called with the last step done; None if this process trains no more.
     beat: Callable[[int | None], None] = lambda step: None
     membership: Membership | None = None  # if processes of the job come and go
+    # Called when a run begins, with None, and when it ends, with the exit code that it asks for.
+    report: Callable[[int | None], None] = lambda code: None
+    refusal: str = ""  # why this process may not train; empty if it may
+    pid: int | None = None  # of the process that has joined; a forked child has another
+
+
+@dataclass
+class LinkOfProcess:
+    """Holds the link of this process, for all of its threads."""
+
+    link: LauncherLink = LauncherLink()
 
 
 # Set by `launcher.worker`, which reads the environment.
+OF_PROCESS = LinkOfProcess()
+# Takes its place in one thread, for tests of several hosts in one process.
 LAUNCHED: ContextVar[LauncherLink] = ContextVar("launched")
+
+
+def launched() -> LauncherLink:
+    """Return what a launcher told this process; a link to nothing if no launcher started it."""
+    return LAUNCHED.get(OF_PROCESS.link)
+
+
+def joined() -> LauncherLink:
+    """Return what a launcher told this process, and join its job before if it has not joined yet.
+
+    Raises RuntimeError if the process may not train: another process is the worker that its environment
+    describes.
+    """
+    if LAUNCHED.get(None) is None:
+        # The package itself, above all rooms, asks the launcher's room, which reads the environment.
+        jaxgoodput._join_job()
+    found = launched()
+    if found.refusal:
+        raise RuntimeError(found.refusal)
+    return found
+
+
+@contextlib.contextmanager
+def reported(link: LauncherLink) -> Iterator[None]:
+    """Tell the launcher that a run begins, and at the end of the block how it has ended."""
+    link.report(None)
+    try:
+        yield
+    except BaseException as error:
+        link.report(_code_of(error))
+        raise
+    link.report(0)
+
+
+def _code_of(error: BaseException) -> int:
+    """Return the exit code of a program that this exception ends."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+
 
 # SIGHUP comes when the terminal or the connection of a run is closed.
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -148,7 +202,7 @@ class StopGuard:
         self._grace_s = saving.grace_s if launched.grace_s is None else launched.grace_s
         self._hang_after_s = saving.hang_after_s
         self._clock = clock
-        self._beat = launched.beat
+        self._beat, self._report = launched.beat, launched.report
         self._end = leave
         self._loop: GuardedLoop | None = None
         self._stop_s: float | None = None  # when a stop was requested
@@ -307,6 +361,7 @@ class StopGuard:
         logging.error("the process ends with code %d: %s", code, why)
         logging.flush()
         sys.stdout.flush()
+        self._report(code)
         self._end(code)
 
 
@@ -359,7 +414,7 @@ def guarded(config: Config, requests: Requests, clock: Clock) -> Iterator[StopGu
     Before the guard has a loop to watch, there is nothing to save, and the signals raise `Preempted` at once.
     A signal that comes too late to be obeyed is passed to the handler that was there before.
     """
-    guard = StopGuard(requests, config.saving, clock, launched=LAUNCHED.get(LauncherLink()))
+    guard = StopGuard(requests, config.saving, clock, launched=launched())
     # Python allows signal handlers on the main thread only. Elsewhere, request_stop() takes their place.
     is_main = threading.current_thread() is threading.main_thread()
     try:

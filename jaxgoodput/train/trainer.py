@@ -30,11 +30,11 @@ from jaxgoodput.train.evaluation import Evaluators
 from jaxgoodput.train.loop import Loop
 from jaxgoodput.train.prepare import prepare
 from jaxgoodput.train.process import (
-    LAUNCHED,
     Compilations,
-    LauncherLink,
     StopGuard,
     changed_process,
+    joined,
+    reported,
 )
 from jaxgoodput.train.runs.elastic import GenerationStart, fit_generations
 from jaxgoodput.train.runs.kinds import hosts_may_change
@@ -125,11 +125,12 @@ class Trainer(Task):
           FloatingPointError: `jax_debug_nans` or `jax_debug_infs` is set, and found something.
           ValueError, TypeError: a setting, a loss or a data set cannot work; the message names the remedy.
         """
-        requests = self._requests = Requests()
-        membership = LAUNCHED.get(LauncherLink()).membership
+        link = joined()
+        requests, membership = Requests(), link.membership
+        self._requests = requests
         try:
             # The guard comes first: a stop that is requested during compilation is obeyed at step 0.
-            with changed_process(self.config, requests, self.clock) as guard:
+            with reported(link), changed_process(self.config, requests, self.clock) as guard:
                 inputs = self._inputs()
                 fit = _Fit(self, inputs, requests, guard)
                 if membership is None:

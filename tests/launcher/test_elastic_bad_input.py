@@ -69,7 +69,7 @@ def options_of_run():
     """With a value each, those that take part in a job of one host left out."""
     commands: Any = cli.command_parser()._subparsers._group_actions[0]
     everywhere = {"--help", "--nnodes", "--nproc-per-node", "--devices-per-process"}
-    everywhere |= {"--max-restarts", "--grace-s"}
+    everywhere |= {"--max-restarts", "--grace-s", "--connect-s", "--env"}
     for action in commands.choices["run"]._actions:
         name = action.option_strings[-1]
         if name not in everywhere:
@@ -88,9 +88,18 @@ def test_an_option_of_elastic_jobs_is_refused_in_others(capsys, option):
     "arguments, said",
     [
         (["--nnodes", "1", "--hostfile", "twice.txt"], "twice.txt: b is there twice"),
-        (["--nnodes", "1", "--hostfile", "slots.txt"], "the host file says 'b slots=8'"),
-        (["--nnodes", "1", "--hostfile", "none.txt"], "--hostfile none.txt names no host"),
-        (["--nnodes", "1", "--hosts", ","], "--hosts ',' names no host"),
+        (["--nnodes", "1", "--hostfile", "slots.txt"], "the host file says 'b 8'"),
+        (["--nnodes", "1", "--hostfile", "none.txt"], "--hostfile none.txt: no host is named"),
+        (["--nnodes", "1", "--hosts", ","], "--hosts ',': no host is named"),
+        (["--nnodes", "1", "--hosts=-oProxyCommand=x"], "begins with a dash"),
+        (["--nnodes", "1", "--hosts", "a,me@-b"], "'me@-b' begins with a dash"),
+        (["--nnodes", "2", "--hosts", "a=1,b=2", "--hosts-per-group", "2"], "run 1, 2 processes"),
+        (["--nnodes", "1", "--env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is not set here"),
+        (["--nnodes", "1", "--env", "A=1", "--env", "A=2"], "--env A is given twice"),
+        (["--nnodes", "1", "--local-hosts", "0", "--env", "A=1"], "--env has no effect with"),
+        (["--nproc-per-node", "1", "--env", "1A=1"], "'1A' is no name of a variable"),
+        (["--nproc-per-node", "1", "--env", "JAXGOODPUT_X=1"], "set by the launcher"),
+        (["--nproc-per-node", "1", "--env", "A=1", "--env", "A=1"], "--env A is given twice"),
         (["--nnodes", "1", "--rsh", "ssh"], "--rsh is for the hosts of --hosts or --hostfile"),
         (["--nnodes", "1", "--remote-python", "python3"], "--remote-python is for the hosts"),
         (["--nnodes", "3:4", "--local-hosts", "2"], "--nnodes 3:4 needs 3 hosts, 2 are named"),
@@ -105,7 +114,7 @@ def test_what_cannot_be_is_named_before_anything_starts(
     monkeypatch.delenv("JAXGOODPUT_SECRET", raising=False)
     (folder / "twice.txt").write_text("a\nb\nb  # once more\n")
     (folder / "none.txt").write_text("# nobody\n\n")
-    (folder / "slots.txt").write_text("a\nb slots=8\n")
+    (folder / "slots.txt").write_text("a\nb 8\n")
     code, told = said_by(capsys, "run", *arguments, "--", "python", "a.py")
     assert code == 2 and said in told, told
 

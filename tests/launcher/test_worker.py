@@ -1,15 +1,20 @@
 """A worker learns its place from its environment, or is told exactly what is missing."""
 
+import contextlib
+import os
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import jaxgoodput as jg
 from jaxgoodput.launcher import worker
 from jaxgoodput.launcher.worker import WorkerEnv
+from jaxgoodput.train import process
 
 OURS = {
     "JAXGOODPUT_COORDINATOR": "h:1",
@@ -142,6 +147,52 @@ def test_a_launcher_that_is_itself_a_worker_hides_its_own_job(monkeypatch):
     assert environ["OTHER"] == "kept"
     assert WorkerEnv.from_environ(environ) is None
     monkeypatch.undo()
+
+
+def test_a_child_of_a_worker_has_its_environment_and_is_none(monkeypatch):
+    monkeypatch.setattr(process.OF_PROCESS, "link", process.LauncherLink())
+    assert worker.initialize({**OURS, "JAXGOODPUT_JOINED": "1"}) is None
+    assert "JAXGOODPUT_JOINED" not in os.environ
+    with pytest.raises(RuntimeError, match="cannot train.*process 1 has joined as that worker"):
+        process.joined()
+    with pytest.raises(RuntimeError, match="cannot train"):
+        jg.Tuner(jg.BatchLimits(base=4, max=8), 10)
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "JAX_NUM_PROCESSES"])
+def test_variables_of_others_ask_no_script_to_join(name, monkeypatch):
+    before = process.LauncherLink()
+    monkeypatch.setattr(process.OF_PROCESS, "link", before)
+    monkeypatch.setenv(name, "4")
+    assert process.joined() is before
+
+
+def test_a_loop_of_ones_own_is_refused_in_a_job_whose_hosts_change(monkeypatch):
+    membership: Any = object()
+    link = process.LauncherLink(membership=membership)
+    monkeypatch.setattr(process.OF_PROCESS, "link", link)
+    with pytest.raises(RuntimeError, match="hosts come and go.*jg.Trainer"):
+        jg.Tuner(jg.BatchLimits(base=4, max=8), 10)
+
+
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (None, 0),
+        (SystemExit(143), 143),
+        (SystemExit(), 0),
+        (SystemExit("why"), 1),
+        (KeyboardInterrupt(), 130),
+        (ValueError("why"), 1),
+    ],
+)
+def test_a_launcher_hears_how_a_run_ends(error, code):
+    heard = []
+    link = process.LauncherLink(report=heard.append)
+    with contextlib.suppress(BaseException), process.reported(link):
+        if error is not None:
+            raise error
+    assert heard == [None, code]
 
 
 @pytest.mark.parametrize("arguments", [[], ["-m"], ["-c", "pass"], ["absent.py"]])

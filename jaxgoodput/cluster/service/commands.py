@@ -19,6 +19,7 @@ from jaxgoodput._commands import (
     text,
 )
 from jaxgoodput._fields.typed import shortened
+from jaxgoodput.launcher.variables import variable
 
 
 def _name(text: str) -> str:
@@ -158,6 +159,8 @@ _SUBMIT = (
     number("--min-run-s", "S", 0.0, "seconds for which the job keeps the devices it gets", 0.0),
     text("--workdir", "DIR", "workdir of the run, whose journal holds what the job measured (default: the "
          "--workdir among its arguments)", type=folder),
+    text("--env", "NAME[=VALUE]", "environment variable of each process, by default with the value that it "
+         "has here; may be repeated", [], type=variable, action="append"),
     switch("--what-if", help="print what would happen, and submit nothing"),
     *_CONNECTION,
 )  # fmt: skip

@@ -25,6 +25,7 @@ from jaxgoodput.cluster.client import Client, RequestRefused, Unreachable, read_
 from jaxgoodput.cluster.service import wire
 from jaxgoodput.cluster.service.web.show import progress, state_in_words
 from jaxgoodput.cluster.service.wire import DONE, FAILED, USAGE, Receipt
+from jaxgoodput.launcher.variables import as_mapping
 from jaxgoodput.specs import JobSpec, Node
 from jaxgoodput.text import compact, count, seconds
 
@@ -300,6 +301,7 @@ def _submission(options, command: list[str]) -> wire.Submission:
             level=options.level,
         ),
         command=tuple(command),
+        variables=tuple(as_mapping(options.env).items()),
         cwd=str(pathlib.Path.cwd()),
         workdir=str(options.workdir or "") or workdir_of(command),
         devices_per_process=each,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar, dataclass_transform
 
 from jaxgoodput.cluster.service.plain import TextRule, TextRules
+from jaxgoodput.launcher import variables
 from jaxgoodput.specs import STRICT, Hints, JobSpec, Node, Reservation, Tenant, require_within
 
 T = TypeVar("T")
@@ -72,6 +73,8 @@ class Submission:
     """The run's workdir, whose journal holds its hints; None if the job gives no hints."""
     devices_per_process: int = 1
     """Devices of one node that each process uses. The job grows and shrinks by whole processes."""
+    variables: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    """Environment variables of its processes, as pairs of a name and a value."""
 
     def __post_init__(self):
         check_name(self.spec.id, "a job")
@@ -95,9 +98,15 @@ class Submission:
                 f"{said} has a cwd or workdir of more than {LONGEST_PATH} characters, which no file system "
                 "accepts. Give a shorter path."
             )
-        if any("\0" in text for text in texts):
+        try:
+            for name in variables.as_mapping(self.variables):
+                variables.check_name(name)
+        except ValueError as error:
+            raise ValueError(f"{said}: {error}") from None
+        if any("\0" in text for text in (*texts, *(value for _, value in self.variables))):
             raise ValueError(
-                f"{said} has a NUL character in its command or paths, which no system accepts. Remove it."
+                f"{said} has a NUL character in its command, paths or variables, which no system accepts. "
+                "Remove it."
             )
 
     def _check_numbers(self, said: str) -> None:
@@ -115,8 +124,9 @@ class Submission:
 
     @functools.cached_property
     def num_letters(self) -> int:
-        """The number of characters in its command and paths, roughly the memory that it takes."""
-        return sum(map(len, (*self.command, self.cwd, self.workdir or "")))
+        """The number of characters in its texts, roughly the memory that it takes."""
+        pairs = (text for pair in self.variables for text in pair)
+        return sum(map(len, (*self.command, self.cwd, self.workdir or "", *pairs)))
 
 
 @message
@@ -162,6 +172,8 @@ class JobTask:
     runs: bool
     """Whether the job has devices anywhere; if not, its coordinator must save and stop."""
     secret: str = field(repr=False)
+    variables: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    """Environment variables of the job's processes."""
 
 
 @message

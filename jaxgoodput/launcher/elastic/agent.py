@@ -29,6 +29,7 @@ from jaxgoodput.clock import Clock
 from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic import fitness, messages
 from jaxgoodput.launcher.local import keep_freed_pages, shim_command
+from jaxgoodput.launcher.roll_call import CONNECT_S
 from jaxgoodput.launcher.supervise import (
     DONE,
     FAILED,
@@ -40,6 +41,7 @@ from jaxgoodput.launcher.supervise import (
     UsageError,
     exit_code,
     how_it_ended,
+    open_roll_call,
     say,
     signals_to,
 )
@@ -73,6 +75,10 @@ class AgentSettings:
     """How long workers may take to save and exit before they are killed."""
     reconnect_s: float = 60.0
     """How long to look for a coordinator that does not answer."""
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Environment variables of the workers."""
+    connect_s: float = CONNECT_S
+    """How long a worker may take from its start until it joins the job."""
 
 
 def facts_of(command: Sequence[str]) -> dict[str, str]:
@@ -189,6 +195,7 @@ class HostWorkers:
         self._waiting: list[str] = []  # to be started as soon as a slot is free
         self._look_s = 0.0  # when to look for stopped workers again
         self._lifeline, self._held = os.pipe()  # workers die when `_held` closes
+        self._roll_call = open_roll_call(must_join=True, connect_s=part.connect_s)
 
     def __enter__(self) -> "HostWorkers":
         return self
@@ -205,6 +212,7 @@ class HostWorkers:
                 signal_seen = event
         if signal_seen is not None:
             self._events.put(signal_seen)  # for the loop that looks for a coordinator
+        self._roll_call.close()
         os.close(self._lifeline)
         os.close(self._held)
 
@@ -221,7 +229,14 @@ class HostWorkers:
         slot = min(free)
         environ = self._environ(member, slot)
         child = Child(
-            member, self._command, environ, self._lifeline, True, self._events, self._clock
+            member,
+            self._command,
+            environ,
+            self._lifeline,
+            True,
+            self._events,
+            self._clock,
+            self._roll_call,
         )
         self._running[member] = slot, child
 
@@ -274,13 +289,14 @@ class HostWorkers:
             if stopped_s and stopped_s >= self._part.silent_s:
                 say(f"SIGKILL to {member}: it was stopped (SIGSTOP) for {stopped_s:.0f} s")
                 child.send(signal.SIGKILL)
+            child.kill_if_overdue()
 
     def _environ(self, member: str, slot: int) -> dict[str, str]:
         part = self._part
         count = part.devices_per_process or 1
         own = part.local_devices or tuple(range(part.slots * count))
         has_all = part.slots == 1 and part.devices_per_process is None
-        inherited = inherited_environ()
+        inherited = {**inherited_environ(), **part.variables}
         flag = f"--xla_cpu_collective_timeout_seconds={max(round(part.silent_s), 1)}"
         return {
             **inherited,
@@ -357,7 +373,9 @@ class Agent:
         except queue.Empty:
             return
         match event:
-            case ChildExit(member, code):
+            case ChildExit(member, code, why):
+                if why:
+                    say(f"{self._part.name}: {member} ended with {code}: {why}")
                 self._worker_ended(str(member), code)
             case StopSignal(signum):
                 self._leave(signum)

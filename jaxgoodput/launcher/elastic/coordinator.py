@@ -18,6 +18,7 @@ from jaxgoodput.launcher.elastic import fitness, messages, rendezvous
 from jaxgoodput.launcher.elastic.jax_service import JaxService
 from jaxgoodput.launcher.elastic.listener import Listener
 from jaxgoodput.launcher.elastic.state import Limits, Rendezvous, Stage
+from jaxgoodput.launcher.host_list import num_processes
 from jaxgoodput.launcher.supervise import SAVED, UsageError, say
 
 TICK_S = 0.1
@@ -412,14 +413,19 @@ def _neighbour(ranks: Sequence[str], rank: int) -> str:
     return next((name for name in following if _host_of(name) != _host_of(ranks[rank])), "")
 
 
-def with_slots(limits: Limits, slots: int, *, grouped: bool = False) -> Limits:
+def with_slots(
+    limits: Limits, slots: int, *, named: Sequence[int] = (), grouped: bool = False
+) -> Limits:
     """Convert limits in hosts into limits in processes, with `slots` processes per host.
+
+    `named` are the processes of hosts that are known in advance. If they differ, the fewest processes are
+    counted on the smallest hosts, and the most on the largest.
 
     If `grouped`, all processes of a host belong to one group; otherwise each is a group of its own.
     """
     return dataclasses.replace(
         limits,
-        least=limits.least * slots,
-        most=limits.most * slots,
+        least=num_processes(limits.least, named, slots, largest=False),
+        most=num_processes(limits.most, named, slots, largest=True),
         group_size=limits.group_size * slots if grouped else 1,
     )

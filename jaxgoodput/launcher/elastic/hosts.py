@@ -6,11 +6,13 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from jaxgoodput._worker import Worker, Workers
+from jaxgoodput.launcher.host_list import NamedHost
 from jaxgoodput.launcher.supervise import UsageError, say
+from jaxgoodput.launcher.variables import to_line
 
 SECRET = "JAXGOODPUT_SECRET"
 _END_S = 10.0  # how long an agent may take to end when the job is over
@@ -19,7 +21,8 @@ _END_S = 10.0  # how long an agent may take to end when the job is over
 class LocalAgents:
     """Agents that are child processes: agents of this host, or remote shells that run agents elsewhere.
 
-    `command` turns a host's name and the arguments of `jaxgoodput` into the command line of its agent.
+    `command` turns a host's name and the arguments of `jaxgoodput` into the command line of its agent. Its
+    workers get `variables` in addition to their environment.
     """
 
     def __init__(
@@ -27,8 +30,10 @@ class LocalAgents:
         names: Sequence[str],
         secret: str,
         command: Callable[[str, Sequence[str]], list[str]],
+        variables: Mapping[str, str] | None = None,
     ):
         self.names = tuple(names)
+        self._variables = dict(variables or {})
         self._secret = secret
         self._command = command
         self._children: dict[str, subprocess.Popen[bytes]] = {}
@@ -37,16 +42,20 @@ class LocalAgents:
         )
         self._is_closing = False
 
-    def start(self, arguments: Sequence[str], on_end: Callable[[str, int], None]) -> None:
-        """Start an agent on each host, with these arguments of the `jaxgoodput` command.
+    def start(
+        self, arguments: Callable[[str], Sequence[str]], on_end: Callable[[str, int], None]
+    ) -> None:
+        """Start an agent on each host, with the arguments of the `jaxgoodput` command for that host.
 
         `on_end` is called, from another thread, with the name and exit code of each agent that ends. Raises
         UsageError if an agent cannot be started.
         """
+        stdin = ["--secret-stdin", *["--env-stdin"] * bool(self._variables)]
+        told = [self._secret, *[to_line(self._variables)] * bool(self._variables)]
         for name in self.names:
             try:
                 child = subprocess.Popen(
-                    self._command(name, ["agent", "--name", name, "--secret-stdin", *arguments]),
+                    self._command(name, ["agent", "--name", name, *stdin, *arguments(name)]),
                     stdin=subprocess.PIPE,
                     start_new_session=True,  # Ctrl-C reaches only the coordinator, which tells the agents
                 )
@@ -58,7 +67,7 @@ class LocalAgents:
             self._children[name] = child
             assert child.stdin is not None
             with contextlib.suppress(OSError):  # it has ended already, which its watcher reports
-                child.stdin.write(self._secret.encode() + b"\n")
+                child.stdin.write("".join(f"{line}\n" for line in told).encode())
                 child.stdin.flush()
             self._watchers.start(partial(self._watch, name, child, on_end))
 
@@ -88,39 +97,32 @@ class LocalAgents:
         self._watchers.join()
 
 
-def local(count: int, secret: str) -> LocalAgents:
+def local(count: int, secret: str, variables: Mapping[str, str] | None = None) -> LocalAgents:
     """Simulate `count` hosts on this machine, each with an agent of its own."""
     names = ["local"] if count == 1 else [f"local{i}" for i in range(count)]
     command = [sys.executable, "-m", "jaxgoodput.cli"]
-    return LocalAgents(names, secret, lambda name, arguments: [*command, *arguments])
+    return LocalAgents(names, secret, lambda name, arguments: [*command, *arguments], variables)
 
 
-def remote(names: Sequence[str], secret: str, *, shell: str, python: str) -> LocalAgents:
+def remote(
+    hosts: Sequence[NamedHost],
+    secret: str,
+    variables: Mapping[str, str] | None = None,
+    *,
+    shell: str,
+    python: str,
+) -> LocalAgents:
     """Run agents on other hosts through a remote shell, such as `ssh -o BatchMode=yes`, in this folder.
 
-    The shell is called as `SHELL HOST COMMAND`, where COMMAND is one word for the shell on that host.
+    The shell is called as `SHELL [-p PORT] HOST COMMAND`; COMMAND is one word for the shell on that host.
     """
+    by_name = {host.name: host for host in hosts}
 
     def command(name: str, arguments: Sequence[str]) -> list[str]:
         there = shlex.join([python, "-m", "jaxgoodput.cli", *arguments])
-        return [*shlex.split(shell), name, f"cd {shlex.quote(os.getcwd())} && exec {there}"]
+        host = by_name[name]
+        port = [] if host.port is None else ["-p", str(host.port)]
+        folder = shlex.quote(os.getcwd())
+        return [*shlex.split(shell), *port, host.target, f"cd {folder} && exec {there}"]
 
-    return LocalAgents(names, secret, command)
-
-
-def read_host_file(text: str) -> list[str]:
-    """Return the hosts in a host file: one per line, with comments after #.
-
-    Raises UsageError for a line with more than a name, such as a number of processes.
-
-    >>> read_host_file("a  # the first\\n\\nb\\n")
-    ['a', 'b']
-    """
-    lines = [line.split("#")[0].split() for line in text.splitlines()]
-    for words in lines:
-        if len(words) > 1:
-            raise UsageError(
-                f"the host file says {' '.join(words)!r}; give one host per line and nothing else. All hosts "
-                "run the same number of processes: --nproc-per-node N."
-            )
-    return [words[0] for words in lines if words]
+    return LocalAgents([*by_name], secret, command, variables)

@@ -10,8 +10,9 @@ import queue
 import shutil
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from jaxgoodput import _wire as wire
 from jaxgoodput.clock import Clock, SystemClock
@@ -19,7 +20,9 @@ from jaxgoodput.launcher.elastic import hosts
 from jaxgoodput.launcher.elastic.agent import facts_of
 from jaxgoodput.launcher.elastic.coordinator import Coordinator, with_slots
 from jaxgoodput.launcher.elastic.state import Limits
+from jaxgoodput.launcher.host_list import NamedHost
 from jaxgoodput.launcher.local import shim_command
+from jaxgoodput.launcher.roll_call import CONNECT_S
 from jaxgoodput.launcher.supervise import StopSignal, UsageError, exit_code, say, signals_to
 
 # Fields of `Limits` that are options of a job under the same name.
@@ -40,7 +43,7 @@ class Job:
     """Number of hosts that share one copy of the model; None: each process has its own copy."""
     devices_per_process: int | None = None
     """None: one, or all devices of the host if it runs one process."""
-    hosts: tuple[str, ...] = ()
+    hosts: tuple[NamedHost, ...] = ()
     """Hosts to reach through `rsh`; empty: simulated hosts on this machine."""
     local_hosts: int = 1
     """Number of simulated hosts."""
@@ -60,6 +63,10 @@ class Job:
     exclude_s: float = 300.0
     reconnect_s: float = 0.0
     """How long an agent that has lost its coordinator looks for another at the same address."""
+    connect_s: float = CONNECT_S
+    """How long a process may take from its start until it joins the job."""
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Environment variables of the processes on hosts that this command starts."""
     secret: str | None = field(default=None, repr=False)
     """Secret of the job; None: taken from the environment, or made anew."""
 
@@ -71,9 +78,9 @@ def run_elastic(command: Sequence[str], job: Job, *, clock: Clock | None = None)
     """
     limits, secret = _checked(command, job)
     if job.hosts:
-        started = hosts.remote(job.hosts, secret, shell=job.rsh, python=job.python)
+        started = hosts.remote(job.hosts, secret, job.variables, shell=job.rsh, python=job.python)
     else:
-        started = hosts.local(job.local_hosts, secret)
+        started = hosts.local(job.local_hosts, secret, job.variables)
     host, port = _endpoint(job)
     needed = limits.needed
     if port is None and 0 < len(started.names) < needed:
@@ -91,7 +98,12 @@ def run_elastic(command: Sequence[str], job: Job, *, clock: Clock | None = None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_to(events))
         coordinator = Coordinator(
-            with_slots(limits, job.slots, grouped=job.hosts_per_group is not None),
+            with_slots(
+                limits,
+                job.slots,
+                named=[host.slots or job.slots for host in job.hosts],
+                grouped=job.hosts_per_group is not None,
+            ),
             host=host,
             port=port,
             secret=secret,
@@ -108,7 +120,7 @@ def run_elastic(command: Sequence[str], job: Job, *, clock: Clock | None = None)
                 return signal.Signals(events.get().signum).name
             return named.look() if named.names and port is None else None
 
-        started.start(_agent_arguments(command, job, coordinator.address), named.ended)
+        started.start(partial(_agent_arguments, command, job, coordinator.address), named.ended)
         return coordinator.run(told)
 
 
@@ -117,6 +129,17 @@ def _checked(command: Sequence[str], job: Job) -> tuple[Limits, str]:
     program = shim_command(command)[0]
     if not job.hosts and shutil.which(program) is None:
         raise UsageError(f"there is no program {program!r}.")
+    if not job.hosts and job.local_hosts == 0 and job.variables:
+        raise UsageError(
+            "--env has no effect with --local-hosts 0, because this command starts no process then. Give it "
+            "to each `jaxgoodput agent`."
+        )
+    slots = {host.slots or job.slots for host in job.hosts}
+    if job.hosts_per_group is not None and len(slots) > 1:
+        raise UsageError(
+            f"the hosts run {', '.join(map(str, sorted(slots)))} processes, and in groups "
+            "(--hosts-per-group) all hosts run the same number. Give all the same number of slots."
+        )
     given = job.secret or os.environ.get(hosts.SECRET)
     if not job.hosts and job.local_hosts == 0 and not given:
         raise UsageError(
@@ -169,12 +192,13 @@ class NamedHosts:
         return None
 
 
-def _agent_arguments(command: Sequence[str], job: Job, address: str) -> list[str]:
-    arguments = ["--rdzv-endpoint", address, "--nproc-per-node", str(job.slots)]
+def _agent_arguments(command: Sequence[str], job: Job, address: str, name: str) -> list[str]:
+    slots = next((host.slots for host in job.hosts if host.name == name), None) or job.slots
+    arguments = ["--rdzv-endpoint", address, "--nproc-per-node", str(slots)]
     if job.devices_per_process is not None:
         arguments += ["--devices-per-process", str(job.devices_per_process)]
     arguments += ["--grace-s", str(job.grace_s), "--silent-s", str(job.silent_s)]
-    arguments += ["--reconnect-s", str(job.reconnect_s)]
+    arguments += ["--reconnect-s", str(job.reconnect_s), "--connect-s", str(job.connect_s)]
     return [*arguments, "--", *command]
 
 

@@ -11,13 +11,13 @@ from jaxgoodput.data.datasets import as_source
 from jaxgoodput.data.sources import Source
 from jaxgoodput.data.streams import StreamSource
 from jaxgoodput.train.config import Config, Evaluation, Reporting, Saving
-from jaxgoodput.train.process import LAUNCHED, LauncherLink
+from jaxgoodput.train.process import launched
 from jaxgoodput.train.trainer import Trainer
 
 
 def require_alone(trainer: Trainer, question: str) -> None:
     """Raise RuntimeError if a short run would need other processes, or would write to tables."""
-    if LAUNCHED.get(LauncherLink()).membership is not None or jax.process_count() > 1:
+    if launched().membership is not None or jax.process_count() > 1:
         raise RuntimeError(
             f"{question}() runs in one process, and this job may have several. Start it without a launcher, "
             "on the devices of one host."

@@ -31,6 +31,7 @@ from jaxgoodput.optim.adaptation import Adaptation, AdaptiveState
 from jaxgoodput.train.compile_ahead import fixed_on_cpu_s
 from jaxgoodput.train.config import Statistics, Tuning
 from jaxgoodput.train.decider import Decider
+from jaxgoodput.train.process import launched
 from jaxgoodput.tune.exploring import Explorer, Looks
 from jaxgoodput.tune.payoff import RunLength
 from jaxgoodput.tune.plan import BatchPlan, batch_plan
@@ -295,7 +296,8 @@ class Tuner:
     `opt_state` is the state of a resumed loop, from which the progress made so far is read. Without it, the
     tuner knows of that after the first step.
 
-    Raises ValueError in a job of several processes: each would decide for itself.
+    Raises ValueError in a job of several processes, and RuntimeError in one whose hosts come and go: each
+    process would decide for itself.
     """
 
     def __init__(
@@ -549,7 +551,7 @@ def _fixed_s(own: PackedTree[Adaptation], opt_state: PyTree) -> float:
 
 
 def _check(base_steps: int | float, compile_s: int | float | None) -> None:
-    """Raise ValueError for arguments of `Tuner` that cannot work."""
+    """Raise ValueError for arguments of `Tuner` that cannot work, and RuntimeError in an unsuitable job."""
     if not 0 < base_steps < math.inf:
         raise ValueError(
             f"base_steps must be a positive number, got {base_steps}. Give the updates that training would "
@@ -558,6 +560,15 @@ def _check(base_steps: int | float, compile_s: int | float | None) -> None:
     if compile_s is not None and not compile_s >= 0:
         raise ValueError(
             f"compile_s must be at least 0 seconds, got {compile_s}. Leave it out to have it measured."
+        )
+    link = launched()
+    if link.refusal:
+        raise RuntimeError(link.refusal)
+    if link.membership is not None:
+        raise RuntimeError(
+            "this process belongs to a job whose hosts come and go (run --nnodes), and a loop of your own "
+            "would train alone in each of its processes. Use jg.Trainer, or start the loop without a "
+            "launcher."
         )
     if num_others := jax.process_count() - 1:
         raise ValueError(

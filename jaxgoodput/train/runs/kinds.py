@@ -17,7 +17,7 @@ from jaxgoodput.train.control import (
     Requests,
     SharedDecisions,
 )
-from jaxgoodput.train.process import LAUNCHED, LauncherLink
+from jaxgoodput.train.process import launched
 from jaxgoodput.train.runs.alone import Alone
 from jaxgoodput.train.runs.elastic import Elastic
 from jaxgoodput.train.runs.membership import Membership
@@ -73,7 +73,7 @@ def place_of(
 
 def hosts_may_change() -> bool:
     """Whether a launcher has started this process in a job whose hosts come and go."""
-    return LAUNCHED.get(LauncherLink()).membership is not None
+    return launched().membership is not None
 
 
 def control_size(where: Place) -> int:

@@ -9,22 +9,27 @@ import sys
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import services
 import synthetic
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxgoodput import _disk
-from jaxgoodput._fields.serial import encode
+from jaxgoodput._fields.serial import decode, encode
 from jaxgoodput.clock import FakeClock, SystemClock
 from jaxgoodput.cluster.client import Client, RequestRefused, Unreachable
+from jaxgoodput.cluster.service.node import jobs as node_jobs
 from jaxgoodput.cluster.service.node.agent import NodeAgent, NodeAgentSettings, run_node
 from jaxgoodput.cluster.service.node.jobs import LONGEST_BACKOFF_S, Jobs, LaunchSettings
 from jaxgoodput.cluster.service.node.process import LONGEST_LINE, MOST_LINES, OutputBuffer, Process
 from jaxgoodput.cluster.service.web.guard import Bounds
-from jaxgoodput.cluster.service.wire import JobTask, NodeWork, Receipt
+from jaxgoodput.cluster.service.wire import JobTask, NodeWork, Receipt, Submission
+from jaxgoodput.launcher.variables import from_line
 from jaxgoodput.observe.journal import Journal
-from jaxgoodput.specs import Node
+from jaxgoodput.specs import JobSpec, Node
 
 # Agents do not load JAX; a test's own process may have, which warns of every fork then.
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
@@ -189,6 +194,45 @@ def test_a_coordinator_then_a_process_for_each_device_and_what_changes(jobs):
     jobs.look()
     (report,) = jobs.reports()
     assert report.code == 143
+
+
+@given(
+    st.dictionaries(
+        st.from_regex("[A-Z][A-Z0-9_]{0,8}", fullmatch=True).filter(lambda x: x[:4] != "JAX_"),
+        st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=9),
+        max_size=3,
+    )
+)
+def test_the_variables_of_a_job_reach_its_agents_and_no_command_line(variables):
+    submission = Submission(
+        spec=JobSpec(id="a"), command=("python", "x.py"), variables=tuple(variables.items())
+    )
+    assert decode(encode(submission), Submission, "it") == submission
+    started = []
+    jobs = Jobs(LaunchSettings(node="n0", host="127.0.0.1"), FakeClock(100.0))
+    with mock.patch.object(node_jobs, "Process", lambda *given, **_: started.append(given)):
+        held = node_jobs._NodeJob(task(variables=submission.variables))
+        for kind in ("agent", "run"):
+            jobs._start(held, [kind], lambda line: None)
+    (agent, _, told), (coordinator, _, secret) = started
+    assert told.split("\n", 1)[0] == secret == "of a"
+    lines = told.split("\n")[1:]
+    assert [from_line(line) for line in lines] == ([variables] if variables else [])
+    assert ("--env-stdin" in agent) == bool(variables) and "--env-stdin" not in coordinator
+
+
+@pytest.mark.parametrize(
+    "pairs, said",
+    [
+        ([("A", "1"), ("A", "2")], "--env A is given twice"),
+        ([("JAXGOODPUT_SECRET", "x")], "set by the launcher"),
+        ([("A-B", "x")], "is no name of a variable"),
+        ([("A", "x\0")], "NUL character"),
+    ],
+)
+def test_variables_that_no_process_can_have_are_refused(pairs, said):
+    with pytest.raises(ValueError, match=said):
+        Submission(spec=JobSpec(id="a"), command=("python", "x.py"), variables=tuple(pairs))
 
 
 def test_a_device_is_the_next_jobs_when_the_last_process_has_gone(jobs):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from jaxgoodput.clock import Clock
 from jaxgoodput.cluster.service.node.process import OutputBuffer, Process
 from jaxgoodput.cluster.service.wire import JobTask, NodeWork, Report
+from jaxgoodput.launcher.variables import to_line
 
 AT = "the job is at "  # a coordinator prints this and its address once it listens
 LONGEST_BACKOFF_S = 30.0
@@ -263,15 +264,27 @@ class Jobs:
     def _start(
         self, job: _NodeJob, options: Sequence[str], on_line: Callable[[str], None]
     ) -> Process:
-        """Start `jaxgoodput` with these options and the job's command. Raises OSError."""
+        """Start `jaxgoodput` with these options and the job's command. Raises OSError.
+
+        It reads the job's secret, and an agent its variables, from its standard input.
+        """
         task, place = job.task, self._place
+        told = task.secret
+        if task.variables and options[0] == "agent":
+            options = [*options, "--env-stdin"]
+            told += f"\n{to_line(dict(task.variables))}"
         command = [
             *(sys.executable, "-m", "jaxgoodput.cli", *options),
             *("--grace-s", f"{place.grace_s:g}", "--silent-s", f"{place.silent_s:g}"),
             *("--", *task.command),
         ]
         return Process(
-            command, task.cwd, task.secret, on_line=on_line, clock=self._clock, lock=self._held
+            command,
+            task.cwd,
+            told,
+            on_line=on_line,
+            clock=self._clock,
+            lock=self._held,
         )
 
 

@@ -214,6 +214,7 @@ def work_of(state: State, name: str) -> NodeWork:
                 address=entry.address,
                 runs=bool(entry.allocation.devices),
                 secret=entry.secret,
+                variables=submission.variables,
             )
         )
     return NodeWork(node=name, version=state.nodes[name].version, tasks=tuple(tasks))
