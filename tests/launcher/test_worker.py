@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import jaxgoodput as jg
 from jaxgoodput.launcher import worker
 from jaxgoodput.launcher.worker import WorkerEnv
 from jaxgoodput.train import process
+from jaxgoodput.train.runs.kinds import hosts_may_change
 
 OURS = {
     "JAXGOODPUT_COORDINATOR": "h:1",
@@ -173,6 +175,17 @@ def test_a_loop_of_ones_own_is_refused_in_a_job_whose_hosts_change(monkeypatch):
     monkeypatch.setattr(process.OF_PROCESS, "link", link)
     with pytest.raises(RuntimeError, match="hosts come and go.*jg.Trainer"):
         jg.Tuner(jg.BatchLimits(base=4, max=8), 10)
+
+
+def test_every_thread_of_a_process_is_part_of_its_job(monkeypatch):
+    membership: Any = object()
+    link = process.LauncherLink(membership=membership)
+    monkeypatch.setattr(process.OF_PROCESS, "link", link)
+    found = []
+    thread = threading.Thread(target=lambda: found.append((hosts_may_change(), process.joined())))
+    thread.start()
+    thread.join()
+    assert found == [(True, link)]
 
 
 @pytest.mark.parametrize(
