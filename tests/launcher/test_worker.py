@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -17,6 +17,7 @@ from jaxgoodput.launcher import worker
 from jaxgoodput.launcher.worker import WorkerEnv
 from jaxgoodput.train import process
 from jaxgoodput.train.runs.kinds import hosts_may_change
+from jaxgoodput.train.runs.membership import Membership
 
 OURS = {
     "JAXGOODPUT_COORDINATOR": "h:1",
@@ -170,16 +171,14 @@ def test_variables_of_others_ask_no_script_to_join(name, monkeypatch):
 
 
 def test_a_loop_of_ones_own_is_refused_in_a_job_whose_hosts_change(monkeypatch):
-    membership: Any = object()
-    link = process.LauncherLink(membership=membership)
+    link = process.LauncherLink(membership=mock.create_autospec(Membership, instance=True))
     monkeypatch.setattr(process.OF_PROCESS, "link", link)
     with pytest.raises(RuntimeError, match="hosts come and go.*jg.Trainer"):
         jg.Tuner(jg.BatchLimits(base=4, max=8), 10)
 
 
 def test_every_thread_of_a_process_is_part_of_its_job(monkeypatch):
-    membership: Any = object()
-    link = process.LauncherLink(membership=membership)
+    link = process.LauncherLink(membership=mock.create_autospec(Membership, instance=True))
     monkeypatch.setattr(process.OF_PROCESS, "link", link)
     found = []
     thread = threading.Thread(target=lambda: found.append((hosts_may_change(), process.joined())))

@@ -209,8 +209,13 @@ def test_the_variables_of_a_job_reach_its_agents_and_no_command_line(variables):
     )
     assert decode(encode(submission), Submission, "it") == submission
     started = []
+
+    class Recorded(Process):
+        def __init__(self, *given, **options):
+            started.append(given)
+
     jobs = Jobs(LaunchSettings(node="n0", host="127.0.0.1"), FakeClock(100.0))
-    with mock.patch.object(node_jobs, "Process", lambda *given, **_: started.append(given)):
+    with mock.patch.object(node_jobs, "Process", Recorded):
         held = node_jobs._NodeJob(task(variables=submission.variables))
         for kind in ("agent", "run"):
             jobs._start(held, [kind], lambda line: None)
