@@ -226,6 +226,7 @@ TEXT_RULES: TextRules = {
     (Submission, "command"): TextRule(most=LONGEST_WORD, lines=True),
     (Submission, "cwd"): TextRule(most=LONGEST_PATH),
     (Submission, "workdir"): TextRule(most=LONGEST_PATH),
+    (Submission, "variables"): TextRule(most=LONGEST_WORD, lines=True),
     (Report, "address"): TextRule(is_cleaned=True),
     (Report, "why"): TextRule(most=LONGEST_WHY, is_cleaned=True),
     (OutputLines, "text"): TextRule(most=2**20, lines=True, is_cleaned=True),

@@ -47,7 +47,7 @@ REPORT = {"job": "a", "attempt": 1, "address": "h:1", "code": 1, "why": "because
 FULL: Mapping[str, dict[str, Any]] = {
     "Submission": {
         "spec": SPEC, "command": ["python", "train.py"], "cwd": "/runs", "workdir": "/runs/a",
-        "devices_per_process": 1,
+        "devices_per_process": 1, "variables": [["X", "1"]],
     },
     "Join": {"node": NODE, "instance": "one", "version": 1},
     "Reports": {
@@ -104,8 +104,8 @@ def strings(type_: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
         for part in parts:
             yield from strings(part, path)
     elif kind is tuple:
-        for part in dict.fromkeys(part for part in parts if part is not Ellipsis):
-            yield from strings(part, (*path, 0))
+        for place, part in enumerate(part for part in parts if part is not Ellipsis):
+            yield from strings(part, (*path, place))
     elif kind is not typing.Literal and issubclass(kind, Mapping):
         yield from strings(parts[0], (*path, "key"))
         yield from strings(parts[1], (*path, "value"))
@@ -118,7 +118,7 @@ def with_text(value: Any, path: tuple[Any, ...], text: str) -> Any:
         return text
     first, rest = path[0], path[1:]
     if isinstance(value, list):
-        return [with_text(value[0], rest, text)]
+        return [with_text(item, rest, text) if i == first else item for i, item in enumerate(value)]
     if first in ("key", "value") and len(value) == 1:
         ((key, item),) = value.items()
         return {text: item} if first == "key" else {key: with_text(item, rest, text)}
@@ -175,7 +175,7 @@ def test_no_harmful_text_enters_in_any_field_of_any_request(name, path, text):
     for found in texts(value):
         assert not any(is_harmful(letter) and letter not in "\t\n" for letter in found), found
         assert len(found) <= wire.LONGEST_WORD or path == ("lines", 0, "text")
-    allowed = (("command", 0), ("lines", 0, "text"))
+    allowed = (("command", 0), ("variables", 0, 1), ("lines", 0, "text"))
     if path not in allowed:
         assert not any("\n" in found for found in texts(value) if found != "step 1\n")
 
