@@ -40,11 +40,13 @@ def make_secret() -> str:
 class Channel:
     """One signed connection. Any thread may send; only one thread may receive."""
 
-    def __init__(self, sock: socket.socket, secret: str, *, is_server: bool):
+    def __init__(
+        self, sock: socket.socket, secret: str, *, is_server: bool, hello_s: float = _HELLO_S
+    ):
         self._sock = sock
         self._file = sock.makefile("rb")
         # A time limit of the socket begins anew with each byte.
-        self._deadline = threading.Timer(_HELLO_S, self._hang_up)
+        self._deadline = threading.Timer(hello_s, self._hang_up)
         self._deadline.daemon = True
         self._deadline.start()
         self._sending = threading.Lock()
@@ -62,7 +64,7 @@ class Channel:
             if hasattr(socket, name):  # Linux
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         mine = os.urandom(_NONCE_BYTES).hex().encode()
-        sock.settimeout(_HELLO_S)
+        sock.settimeout(hello_s)
         try:
             self.peer = str(sock.getpeername()[0])
             self.own = str(sock.getsockname()[0])
@@ -203,11 +205,14 @@ class Channel:
         return signed.hexdigest().encode()
 
 
-def connect(address: str, secret: str, *, timeout_s: float) -> Channel:
-    """Return a channel to `host:port`. Raises OSError if there is no answer, or WrongSecret (an OSError)."""
+def connect(address: str, secret: str, *, timeout_s: float, hello_s: float = _HELLO_S) -> Channel:
+    """Return a channel to `host:port`. Raises OSError if there is no answer, or WrongSecret (an OSError).
+
+    `timeout_s` is for the connection, `hello_s` for the greeting after it.
+    """
     host, _, port = address.rpartition(":")
     sock = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
-    channel = Channel(sock, secret, is_server=False)
+    channel = Channel(sock, secret, is_server=False, hello_s=hello_s)
     channel.greeting()
     return channel
 
@@ -228,7 +233,7 @@ def accepted(sock: socket.socket, secret: str) -> tuple[Channel, dict[str, Any]]
 
 
 def end_connections(hosts: Collection[str]) -> int:
-    """End all TCP connections of this process to these addresses; return how many. On Linux alone.
+    """End all TCP connections of this process to these addresses; return how many. On Linux only.
 
     Whatever in the process waits for the other side, such as a collective, then fails at once. Connections
     that are still being made have no peer yet as far as their sockets say, but the system's table has it.
@@ -236,24 +241,26 @@ def end_connections(hosts: Collection[str]) -> int:
     sought, num_ended = _sockets_to(hosts), 0
     for name in os.listdir("/proc/self/fd") if sought else ():
         with contextlib.suppress(OSError):  # closed meanwhile, or ended by the other side
-            if os.fstat(int(name)).st_ino in sought:
-                with socket.socket(fileno=os.dup(int(name))) as sock:
-                    sock.shutdown(socket.SHUT_RDWR)
-                num_ended += 1
+            copy = os.dup(int(name))  # first: another thread may use the number for another file
+            try:
+                if os.fstat(copy).st_ino in sought:
+                    with socket.socket(fileno=os.dup(copy)) as sock:
+                        sock.shutdown(socket.SHUT_RDWR)
+                    num_ended += 1
+            finally:
+                os.close(copy)
     return num_ended
 
 
 def _sockets_to(hosts: Collection[str]) -> set[int]:
     """Return the inode numbers of TCP sockets of this network with a connection to one of these addresses."""
-    sought = {_in_table(host) for host in hosts}
+    mapped = [f"::ffff:{host}" for host in hosts if ":" not in host]
+    sought = {_in_table(host) for host in (*hosts, *mapped)}
     found = set()
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         with contextlib.suppress(FileNotFoundError), open(table) as file:
-            for line in list(file)[1:]:
-                fields = line.split()
-                remote = fields[2].rpartition(":")[0]
-                # In the table of IPv6, an IPv4 address stands behind 24 other digits.
-                if {remote, remote[24:]} & sought and int(fields[9]):
+            for fields in map(str.split, list(file)[1:]):
+                if fields[2].rpartition(":")[0] in sought and int(fields[9]):
                     found.add(int(fields[9]))
     return found
 

@@ -39,7 +39,9 @@ class Process:
         self.state = "starting"  # waiting, set, training, stopped, dead
         self.form = None
         self.regroup = False
+        self.kept = set()  # parts that it had before, of which it keeps a copy
         self.hung_up = False
+        self.frozen_s = 0.0
         self.at_s = 0.0
 
 
@@ -62,11 +64,13 @@ class World:
         self.checks = []
         self.slow = {}  # times as slow as the others, by host
         self.cuts = set()  # pairs of hosts that do not reach each other
+        self.ever_cut = set()
         self.is_silent = True  # what is sent over a cut link is lost, and neither side hears of it
         self.tries = []
         self.saved = -1
 
     def happen(self, event):
+        self.now_s += 1e-6  # no two events at once
         before = self.machine
         self.machine, actions = rv.step(before, event, self.now_s)
         self.check(before, actions)
@@ -77,6 +81,7 @@ class World:
     def check(self, before, actions):
         machine = self.machine
         assert machine.generation >= before.generation
+        assert {frozenset(pair) for pair in machine.cuts} <= self.ever_cut, "no link is called cut"
         for action in actions:
             if isinstance(action, ev.Form):
                 assert (
@@ -137,7 +142,13 @@ class World:
                     if process is not None and process.state in ("formed", "set"):
                         process.state = "rejoining"
             case ev.TryLinks(members):
-                self.tries += [(self.now_s + self.rng.uniform(0.1, 1), n, members) for n in members]
+                hosts = {self.processes[name].host for name in members}
+                is_cut = any(self.is_cut(a, b) for a in hosts for b in hosts)
+                # An attempt that fails takes longer than heartbeats are apart.
+                fails_s = 3.0 if is_cut or self.stopped & set(members) else 0.0
+                for name in members:
+                    done_s = self.now_s + fails_s + self.rng.uniform(0.1, 1)
+                    self.tries.append((done_s, name, members, self.now_s))
             case ev.Save(members, held_step):
                 process = self.processes.get(members[0])
                 if process is not None and process.state != "dead":
@@ -189,8 +200,12 @@ class World:
     def is_cut(self, host, other):
         return frozenset((host, other)) in self.cuts
 
-    def answer(self, name, members):
-        """Have a process try its links."""
+    def freeze(self, name):
+        self.stopped.add(name)
+        self.processes[name].frozen_s = self.now_s
+
+    def answer(self, name, members, asked_s):
+        """Have a process tell of its links, which it was asked to try at `asked_s`."""
         process = self.processes.get(name)
         if process is None or process.state == "dead" or name in self.stopped:
             return
@@ -199,7 +214,9 @@ class World:
         lost = {
             p.name
             for p in others
-            if p.state == "dead" or p.name in self.stopped or self.is_cut(p.host, process.host)
+            if p.state == "dead"
+            or (p.name in self.stopped and p.frozen_s <= asked_s)
+            or self.is_cut(p.host, process.host)
         }
         reached = tuple(p.name for p in others if p.name not in lost)
         self.happen(ev.LinksTried(name, reached, tuple(sorted(lost))))
@@ -226,10 +243,10 @@ class World:
                     unreached=", ".join(lost),
                 )
                 self.happen(ev.HostExamined(host, check))
-        for at_s, name, members in list(self.tries):
+        for at_s, name, members, asked_s in list(self.tries):
             if at_s <= self.now_s:
-                self.tries.remove((at_s, name, members))
-                self.answer(name, members)
+                self.tries.remove((at_s, name, members, asked_s))
+                self.answer(name, members, asked_s)
         for process in self.living():
             if process.name in self.stopped:
                 continue
@@ -243,16 +260,18 @@ class World:
                 holder = form.holders[place] if form.holders else None
                 source = None if holder is None else self.processes[holder]
                 if source is not None:
-                    assert size == 1 or source.place == place, "it has that part of the state"
+                    has_part = place in (source.place, *source.kept)
+                    assert size == 1 or has_part, "it has that part of the state"
                 has_place = size == 1 or process.place == place
                 has = source is None or (process.step == form.holds and has_place)
                 if not has and self.is_cut(source.host, process.host):
-                    self.answer(process.name, (holder,))
+                    self.answer(process.name, (holder,), self.now_s)
                     self.wait(process)
                     continue
                 if has or (source.state != "dead" and source.step == form.holds):
                     process.state = "set"
                     process.step = max(form.holds, -1)
+                    process.kept.add(process.place)
                     process.place = place
                     self.happen(ev.SetUp(process.name, process.form.generation))
         self.train()
@@ -274,7 +293,8 @@ class World:
             is_cut = any(self.is_cut(a, b) for a in hosts for b in hosts)
             if is_cut and whole and self.is_silent and not any(p.hung_up for p in ranks):
                 for process in ranks:  # they wait for each other, and answer
-                    self.happen(ev.Beat(process.name, generation, process.step))
+                    waits = {"others_s": self.now_s - process.at_s}
+                    self.happen(ev.Beat(process.name, generation, process.step, **waits))
             elif whole and self.machine.is_told and not is_cut:
                 self.saved = max(self.saved, ranks[0].step)
                 for process in ranks:
@@ -285,6 +305,7 @@ class World:
                 step_s = 1.1 * max(times.values()) / len(ranks)
                 for process in ranks:
                     process.step += 1
+                    process.at_s = self.now_s
                     pace = Pace(
                         sample_s=times[process.name] / 12 * self.rng.uniform(1.0, 1.5),
                         step_s=step_s,
@@ -338,7 +359,7 @@ def live(seed, least, num_hosts, group_size, stay_cut):
         if fault < 0.08 and living:
             world.end(rng.choice(living), -9)
         elif fault < 0.12 and living:
-            world.stopped.add(rng.choice(living).name)
+            world.freeze(rng.choice(living).name)
         elif fault < 0.15 and len(world.hosts) < 6:
             world.add_host()
         elif fault < 0.18 and len(world.hosts) > least:
@@ -356,8 +377,11 @@ def live(seed, least, num_hosts, group_size, stay_cut):
                 world.happen(ev.SetUp(process.name, generation - 1))
         elif fault < 0.29 and len(world.hosts) > 1:
             world.cuts.add(frozenset(rng.sample(sorted(world.hosts), 2)))
+            world.ever_cut |= world.cuts
         elif fault < 0.31 and world.cuts:
             world.cuts.pop()
+        elif fault < 0.36 and world.stopped:
+            world.stopped.remove(rng.choice(sorted(world.stopped)))  # as if it had been swapped out
     world.slow = {}
     if not stay_cut:
         world.cuts.clear()
@@ -404,7 +428,7 @@ def stopped(seed, least, num_hosts, group_size):
         elif fault < 0.15 and living:
             world.end(rng.choice(living), -9)
         elif fault < 0.2 and living:
-            world.stopped.add(rng.choice(living).name)
+            world.freeze(rng.choice(living).name)
         elif fault < 0.25 and world.hosts:
             host = rng.choice(sorted(world.hosts))
             world.hosts.discard(host)
@@ -791,7 +815,7 @@ def test_hosts_try_their_links_while_no_step_ends_and_not_before():
 
 def test_of_two_hosts_that_do_not_reach_each_other_the_others_go_on_with_one():
     machine = trained(FAST, "a", "b", "c")
-    machine, _ = run(machine, *(ev.Beat(n, 1, 3) for n in "abc"), now_s=105.0, links=True)
+    machine, _ = run(machine, *(ev.Beat(n, 1, 3) for n in "abc"), now_s=105.0)
     machine, actions = run(machine, tried("b", "c", reached="a"), now_s=106.0, links=True)
     assert ev.EndGeneration(("a", "b", "c"), 1) in actions
     (told,) = [x.decision for x in actions if isinstance(x, ev.Tell)]
@@ -809,22 +833,22 @@ def test_of_two_hosts_that_do_not_reach_each_other_the_others_go_on_with_one():
 def test_where_the_others_would_be_too_few_all_wait_with_their_state_until_the_link_is_back():
     limits = dataclasses.replace(FAST, least=2, most=2)
     machine = trained(limits, "a", "b")
-    machine, _ = run(machine, *(ev.Beat(n, 1, 3) for n in "ab"), now_s=105.0, links=True)
+    machine, _ = run(machine, *(ev.Beat(n, 1, 3) for n in "ab"), now_s=105.0)
     machine, actions = run(machine, tried("b", "a"), now_s=106.0, links=True)
     assert ev.EndGeneration(("a", "b"), 1) in actions and machine.stage is Stage.GATHERING
     machine, actions = run(
         machine, ev.Ready("a", 1, 3), ev.Ready("b", 1, 3), now_s=107.0, links=True
     )
     asked = []
-    for now_s in range(108, 140):
+    for now_s in range(108, 180):
         machine, actions = run(machine, ev.Tick(), now_s=float(now_s), links=True)
         asked += [now_s for x in actions if isinstance(x, ev.TryLinks)]
         answers = [tried("b", "a"), tried("a", "b")] if actions else []
-        machine, _ = run(machine, *answers, now_s=float(now_s), links=True)
+        machine, _ = run(machine, *answers, now_s=now_s + 0.5, links=True)
     assert machine.stage is Stage.GATHERING and machine.generation == 1
     assert len(asked) >= 3 and asked[2] - asked[1] > asked[1] - asked[0], "ever more rarely"
     answers = tried("b", reached="a"), tried("a", reached="b")
-    machine, actions = run(machine, *answers, now_s=140.0)
+    machine, actions = run(machine, *answers, now_s=180.0)
     assert [x.holds for x in actions if isinstance(x, ev.Form)] == [3]
 
 
@@ -859,7 +883,10 @@ def test_of_a_step_that_never_ends_whose_device_is_stuck_goes_and_not_if_all_are
     long = [ev.Beat(n, 1, 3, device_s=9.0, is_stuck=n != "a") for n in "abc"]
     machine, actions = run(machine, *long, now_s=105.0)
     assert not [x for x in actions if isinstance(x, ev.Kill)], "nobody waits for them"
-    machine = trained(FAST, "a", "b", "c")
-    machine, actions = run(machine, ev.Beat("a", 1, 3), *long[1:2], ev.Beat("c", 1, 3), now_s=105.0)
+    others = [ev.Beat(n, 1, 3, others_s=1.0) for n in "ac"]
+    machine, actions = run(machine, *others, long[1], now_s=106.0)
+    assert not [x for x in actions if isinstance(x, ev.Kill)], "nobody has waited for long"
+    others = [ev.Beat(n, 1, 3, others_s=6.0) for n in "ac"]
+    machine, actions = run(machine, *others, long[1], now_s=107.0)
     (kill,) = [x for x in actions if isinstance(x, ev.Kill)]
     assert kill.member == "b" and "part of step 4 for 9 s" in kill.why

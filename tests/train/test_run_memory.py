@@ -228,7 +228,10 @@ class Host:
     def is_broken(self):
         return False
 
-    def device_at_work(self):
+    def device_at_work(self, num_samples):
+        return contextlib.nullcontext()
+
+    def others_at_work(self):
         return contextlib.nullcontext()
 
     def computed(self, own):

@@ -94,6 +94,8 @@ class Beat(JobEvent):
     """How long the process has been waiting for its own device; 0 if it does not."""
     is_stuck: bool = False
     """Whether that is much longer than ever before."""
+    others_s: float = 0.0
+    """How long it has been waiting for the other processes; 0 if it does not."""
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 The processes of a host that is left out leave as if the host itself did. Its agent stays connected, and
 the host is checked again when its time is over, or as soon as the others are too few to train.
 
-A link between two hosts may break although both reach the coordinator. Where no step ends for a while, or a
-generation ends by itself, processes try to reach each other. Of hosts that don't, the job goes on with the
-largest part in which all reach all, and leaves the others out. If that part is too small, all wait until the
-link is back.
+A link between two hosts may break although both reach the coordinator. If no step ends for a while, or a
+generation ends by itself, processes try to reach each other. The job goes on with the largest part of the
+hosts in which all reach all, and leaves the others out. If that part is too small, all wait until the link is
+back.
 """
 
 from collections.abc import Iterable, Mapping
@@ -50,7 +50,11 @@ def examined(turn: Turn, event: ev.HostExamined) -> None:
         _leave_out(turn, host, why, {}, is_cut=bool(check.unreached))
         return
     turn.change_host(host, until_s=None)
-    there = {turn.state.members[name].host for name in turn.state.present_ranks}
+    there = (
+        set()
+        if check.unreached
+        else {turn.state.members[name].host for name in turn.state.present_ranks}
+    )
     mended = {pair for pair in turn.state.cuts if host in pair and there & set(pair) - {host}}
     turn.change(cuts={pair: s for pair, s in turn.state.cuts.items() if pair not in mended})
     if known.until_s is not None:
@@ -148,8 +152,10 @@ def _leave_out(
     """
     known, longest_s = turn.state.hosts.get(host, Host()), turn.state.limits.exclude_s
     if is_cut:
-        seconds = min(2.0 ** min(known.num_cut_off, 16), longest_s)
-        turn.change_host(host, num_cut_off=known.num_cut_off + 1)
+        is_new = turn.now_s - known.cut_off_s > 2 * longest_s
+        before = 0 if is_new else known.num_cut_off
+        seconds = min(2.0 ** min(before, 16), longest_s)
+        turn.change_host(host, num_cut_off=before + 1, cut_off_s=turn.now_s)
     else:
         seconds = longest_s * 2.0 ** min(known.num_exclusions, 16)
         turn.change_host(host, num_exclusions=known.num_exclusions + 1)
@@ -169,44 +175,47 @@ def _leave_out(
 
 _MOST_SEARCHED = 16  # hosts with a broken link, among which the largest part is found for sure
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # between two attempts
+_RECENT_S = 2.0  # shorter than an attempt that fails, longer than the time between heartbeats
 
 
 def links_tried(turn: Turn, event: ev.LinksTried) -> None:
-    """Note which hosts a process reached, and which it did not although the coordinator does."""
+    """Note which hosts a process reached, and which it did not although the coordinator does.
+
+    If the coordinator has not heard from the other lately, it may be that one that is silent, and not the
+    link. Then all are asked once more.
+    """
     member = turn.state.members.get(event.member)
     if member is None:
         return
-    turn.change_process(event.member, tried_s=turn.now_s, unreached=event.unreached)
-    members, cuts = turn.state.members, dict(turn.state.cuts)
+    turn.change_process(event.member, tried_s=turn.now_s, is_trying=False)
+    members, cuts, is_open = turn.state.members, dict(turn.state.cuts), False
     for name in event.reached:
         if name in members:
             cuts.pop((member.host, members[name].host), None)
-    is_open = False
-    for name, one in members.items():
-        for other in (members[n] for n in one.unreached if n in members):
-            if one.host != other.host and _answers(turn, other):
-                cuts[one.host, other.host] = max(one.tried_s, cuts.get((one.host, other.host), 0.0))
-            else:
-                is_open |= name == event.member
+    for other in (members[name] for name in event.unreached if name in members):
+        if other.host != member.host and _lives(turn, other, member.asked_s):
+            cuts[member.host, other.host] = turn.now_s
+        else:
+            is_open = True
     turn.change(cuts=cuts)
     if is_open and turn.now_s - turn.state.tried_s >= _SHORTEST_PAUSE_S:
-        here = [n for n, one in members.items() if one.waits or n in turn.state.ranks]
-        ask_for_links(turn, tuple(here))  # whether those answer the coordinator
+        ask_for_links(turn, [n for n, one in members.items() if one.waits or n in turn.state.ranks])
 
 
-def _answers(turn: Turn, process: KnownProcess) -> bool:
-    """Whether the coordinator has heard from a process lately, which therefore lives."""
+def _lives(turn: Turn, process: KnownProcess, asked_s: float) -> bool:
+    """Whether the coordinator has heard from a process since `asked_s`, when others were to reach it."""
     if process.killed_s is not None or process.is_released:
         return False
-    heard_s = max(process.beat_s or 0.0, process.tried_s)
-    return heard_s > turn.now_s - turn.state.limits.silent_s / 2
+    if process.beat_s is not None and process.beat_s > turn.now_s - _RECENT_S:
+        return True
+    return process.tried_s > max(asked_s, turn.now_s - fitness.ATTEMPTS_S)
 
 
 def together(state: Rendezvous, names: Iterable[str]) -> tuple[str, ...]:
-    """Return those of some processes with which to train: the largest part in which all hosts reach all.
+    """Return the largest part of some processes in which all hosts reach each other.
 
-    A part that holds the newest state is preferred to a larger one without, and of equal ones that with the
-    first ranks.
+    A part that holds the newest state is preferred to a larger one without. If two are equal, the one with
+    lower ranks is taken.
     """
     names = tuple(names)
     hosts = {state.members[name].host for name in names}
@@ -310,33 +319,42 @@ def try_links(turn: Turn) -> None:
         return
     is_idle &= turn.now_s - max(state.moved_s, state.since_s) >= limits.silent_s
     is_cut = any(state.cut_off_from(name, names) for name in names)
-    pause_s = min(2.0 ** min(state.num_tried, 16), _LONGEST_PAUSE_S) if is_cut else limits.silent_s
+    pause_s = min(2.0 ** min(state.num_tried, 16), _LONGEST_PAUSE_S)
+    pause_s = pause_s if is_cut else max(pause_s, limits.silent_s)
     if (is_idle or is_cut) and turn.now_s - state.tried_s >= pause_s:
         ask_for_links(turn, names)
 
 
-def ask_for_links(turn: Turn, names: tuple[str, ...]) -> None:
-    """Have these processes try to reach each other."""
+def ask_for_links(turn: Turn, names: Iterable[str]) -> None:
+    """Have these processes try to reach each other, one of each host, but for those that still do."""
     turn.change(tried_s=turn.now_s, num_tried=turn.state.num_tried + 1)
+    asked = {}
     for name in names:
         member = turn.state.members[name]
-        if member.asked_s <= member.tried_s:
-            turn.change_process(name, asked_s=turn.now_s)
-    turn.act(ev.TryLinks(names))
+        if not member.is_trying or turn.now_s - member.asked_s >= fitness.ATTEMPTS_S:
+            asked.setdefault(member.host, name)
+            if asked[member.host] == name and not member.is_trying:
+                turn.change_process(name, is_trying=True, asked_s=turn.now_s)
+    if len(asked) > 1:
+        turn.act(ev.TryLinks(tuple(asked.values())))
 
 
 def hang_up(turn: Turn) -> None:
     """Have processes that should come back end their connections to those that they do not reach.
 
-    Where packets are lost without a word, a collective would wait for them for minutes. It may try anew to
+    If packets are lost silently, a collective would wait for them for minutes. It may try anew to
     connect, so they are told again.
     """
     state = turn.state
     if state.stage not in (Stage.GATHERING, Stage.OVER):
         return
     for name in state.outstanding:
-        others, member = state.cut_off_from(name, state.present_ranks), state.members[name]
+        member = state.members[name]
+        # Of those it was told of, some may have ended since.
+        others = (*member.hung_up_on, *state.cut_off_from(name, state.present_ranks))
+        others = tuple(dict.fromkeys(others))
         if others and turn.now_s - member.hung_up_again_s >= _SHORTEST_PAUSE_S:
             first_s = turn.now_s if member.hung_up_s is None else member.hung_up_s
-            turn.change_process(name, hung_up_s=first_s, hung_up_again_s=turn.now_s)
+            told = {"hung_up_on": others, "hung_up_s": first_s, "hung_up_again_s": turn.now_s}
+            turn.change_process(name, **told)
             turn.act(ev.HangUp(name, others))

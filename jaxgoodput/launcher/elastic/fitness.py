@@ -14,12 +14,14 @@ import contextlib
 import heapq
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
+from absl import logging
 
 from jaxgoodput import _wire as wire
+from jaxgoodput._worker import Worker, Workers
 from jaxgoodput.clock import Clock
 
 SPREADS = 5.0  # distance from the others' median, in units of their scatter
@@ -31,7 +33,9 @@ _SIZE, _NUM_PRODUCTS = 256, 15
 _NUM_PINGS, _NUM_BYTES = 9, 2**22
 _ANSWER_S = 10.0
 _MOST_PEERS = 3
-_REACH_S, _NUM_ATTEMPTS, _MOST_AT_ONCE = 1.5, 2, 32  # TCP sends a lost first packet again after 1 s
+_REACH_S, _NUM_ATTEMPTS = 1.5, 2  # TCP sends a lost first packet again after 1 s
+ATTEMPTS_S = 2 * _REACH_S * _NUM_ATTEMPTS  # connections and greetings
+REFUSED = "refused"  # in the system's words for a port at which no process listens
 
 
 # -- before it trains ----------------------------------------------------------------------------
@@ -79,11 +83,15 @@ def examine(address: str, peers: Sequence[str], secret: str, clock: Clock) -> Ch
         return Check(failure=str(error) or type(error).__name__)
     except OSError as error:  # the coordinator may be busy for a moment
         return Check(unreached=f"the coordinator at {address} ({error})")
+    failed = unreached_of({peer: peer for peer in peers}, secret)
+    # Of a process that has just ended, its host says so: then the link works.
+    unreached = {peer: why for peer, why in failed.items() if REFUSED not in why}
+    if len(failed) == len(peers):
+        unreached = failed
     fetched = []
-    for peer in peers[:_MOST_PEERS]:
-        with contextlib.suppress(OSError):  # whether it can be reached is asked of all peers below
+    for peer in [] if unreached else [peer for peer in peers if peer not in failed][:_MOST_PEERS]:
+        with contextlib.suppress(OSError):  # it answered a moment ago, so it has just ended
             fetched.append(_from_peer(peer, secret, clock))
-    unreached = unreached_of({peer: peer for peer in peers}, secret)
     return Check(
         product_s=product_s,
         round_trip_s=round_trip_s,
@@ -94,22 +102,28 @@ def examine(address: str, peers: Sequence[str], secret: str, clock: Clock) -> Ch
 
 
 def unreached_of(state_at: Mapping[str, str], secret: str) -> dict[str, str]:
-    """Return which of some training processes, given with their addresses by name, do not answer, and why."""
+    """Return which of some training processes do not answer, and why. It takes `ATTEMPTS_S` at most.
 
-    def attempt(address: str) -> str:
-        why = ""
+    `state_at` has the addresses of their state servers by name.
+    """
+    why = dict.fromkeys(state_at, "no answer")
+
+    def attempt(name: str, address: str, worker: Worker) -> None:
         for _ in range(_NUM_ATTEMPTS):
             try:
-                with contextlib.closing(wire.connect(address, secret, timeout_s=_REACH_S)) as one:
-                    one.send({"type": "ping"})
-                return ""
+                channel = wire.connect(address, secret, timeout_s=_REACH_S, hello_s=_REACH_S)
+                with contextlib.closing(channel):
+                    channel.send({"type": "ping"})
+                why.pop(name)
+                return
             except OSError as error:
-                why = str(error)
-        return why or "no answer"
+                why[name] = str(error) or type(error).__name__
 
-    with ThreadPoolExecutor(min(len(state_at), _MOST_AT_ONCE) or 1) as pool:
-        answers = zip(state_at, pool.map(attempt, state_at.values()), strict=True)
-        return {name: why for name, why in answers if why}
+    attempts = Workers("reach", partial(logging.warning, "an attempt to reach others failed: %r"))
+    for name, address in state_at.items():
+        attempts.start(partial(attempt, name, address))
+    attempts.join()
+    return dict(why)
 
 
 def _product_s(clock: Clock) -> float:

@@ -63,7 +63,7 @@ class JobMembership:
         self._is_done = False  # whether the run is complete
         self._ask: Callable[[], None] = lambda: None
         self._pace = _PaceMeter(self._clock)
-        self._device = _DeviceWatch(self._clock)
+        self._device, self._others = _WaitMeter(self._clock), _WaitMeter(self._clock)
         self._answers: queue.SimpleQueue[Any] = (
             queue.SimpleQueue()
         )  # None: the connection has ended
@@ -110,12 +110,19 @@ class JobMembership:
     def beat(self, step: int | None) -> None:
         """Send a heartbeat with the last finished step; None: this process trains no more."""
         if step is not None:
-            pace, device = self._pace.take(), self._device.seconds()
-            self._tell(ev.Beat(self._member, self._generation, step, pace, *device))
+            device_s, is_stuck = self._device.seconds()
+            others_s, _ = self._others.seconds()
+            pace = self._pace.take()
+            waits = device_s, is_stuck, others_s
+            self._tell(ev.Beat(self._member, self._generation, step, pace, *waits))
 
-    def device_at_work(self) -> contextlib.AbstractContextManager[None]:
+    def device_at_work(self, num_samples: int) -> contextlib.AbstractContextManager[None]:
         """While this process waits for its own device; heartbeats tell how long that takes."""
-        return self._device.at_work()
+        return self._device.at_work(num_samples)
+
+    def others_at_work(self) -> contextlib.AbstractContextManager[None]:
+        """While this process waits for the others; heartbeats tell how long that takes."""
+        return self._others.at_work(1)
 
     def computed(self, own: OwnPart) -> None:
         """Record how long this process's part of a step took; a later heartbeat reports it."""
@@ -342,7 +349,7 @@ class JobMembership:
             self._links.start(lambda worker: self._try_links(message.state_at))
             return
         if isinstance(message, messages.Unreachable):
-            self._hang_up(message.state_at)
+            self._links.start(lambda worker: self._hang_up(message.state_at))
             return
         if isinstance(message, messages.Connect):
             # Set here, not in `enter`: the next message may already end this generation.
@@ -350,35 +357,37 @@ class JobMembership:
         self._answers.put(message)
 
 
-class _DeviceWatch:
-    """How long this process has been waiting for its own device. Read from another thread."""
+class _WaitMeter:
+    """How long this process has been waiting for something in a step. Read from another thread."""
 
     def __init__(self, clock: Clock):
         self._clock = clock
-        self._began_s: float | None = None
-        self._waits_s: deque[float] = deque(maxlen=_NUM_WAITS)  # of this generation
+        self._began: tuple[float, int] | None = None  # when, and for how many samples
+        self._sample_s: deque[float] = deque(maxlen=_NUM_WAITS)  # of this generation
 
     def clear(self) -> None:
         """Forget how long it took: the first step of a generation may compile its program."""
-        self._waits_s.clear()
+        self._sample_s.clear()
 
     @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
-        """While the device works."""
-        began_s = self._began_s = self._clock.now()
+    def at_work(self, num_samples: int) -> Iterator[None]:
+        """While it waits for the work on so many samples."""
+        began_s = self._clock.now()
+        self._began = began_s, num_samples
         try:
             yield
         finally:
-            self._began_s = None
-        self._waits_s.append(self._clock.now() - began_s)
+            self._began = None
+        self._sample_s.append((self._clock.now() - began_s) / num_samples)
 
     def seconds(self) -> tuple[float, bool]:
-        """Return how long it has been at work, 0 if it is not, and whether much longer than ever before."""
-        began_s = self._began_s
-        if began_s is None:
+        """Return how long it has been waiting, 0 if it does not, and whether much longer than ever before."""
+        began = self._began
+        if began is None:
             return 0.0, False
-        seconds = self._clock.now() - began_s
-        return seconds, 0 < _UNUSUAL * max(self._waits_s, default=0.0) < seconds
+        seconds = self._clock.now() - began[0]
+        usual_s = max(tuple(self._sample_s), default=0.0) * began[1]
+        return seconds, 0 < _UNUSUAL * usual_s < seconds
 
 
 class _PaceMeter:

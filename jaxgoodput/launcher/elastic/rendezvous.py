@@ -25,11 +25,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic import exclusion
+from jaxgoodput.launcher.elastic.fitness import ATTEMPTS_S
 from jaxgoodput.launcher.elastic.state import KnownProcess, Rendezvous, Stage, Turn
 from jaxgoodput.launcher.supervise import DONE, NOT_SAVED, SAVED, exit_code
 
 MOST_FRUITLESS = 3
-UNANSWERED = 3.0  # times `Limits.silent_s`: an attempt to reach others takes its time
+UNANSWERED = 3.0  # times `Limits.silent_s`, or what an attempt to reach others takes
 
 
 def step(
@@ -109,6 +110,7 @@ def _beat(turn: Turn, event: ev.Beat) -> None:
         step=event.step,
         device_s=event.device_s,
         is_stuck=event.is_stuck,
+        others_s=event.others_s,
         pace=event.pace or member.pace,
     )
 
@@ -244,19 +246,32 @@ def _kill_silent(turn: Turn) -> None:
             _kill(turn, name, f"it sent no heartbeat for {limits.silent_s:g} s")
         elif state.stage is Stage.TRAINING:
             continue
-        elif member.hung_up_s is not None and turn.now_s - member.hung_up_s >= limits.silent_s:
-            _kill(turn, name, "it still waits for processes that it does not reach")
+        elif _hangs(turn, member):
+            _kill(turn, name, "it still waits for processes that it did not reach")
         elif member.beat_s is None and turn.now_s - state.since_s >= limits.patience_s:
             # It may evaluate, save or compile, during which it sends no heartbeat.
             _kill(turn, name, f"it did not come back within {limits.patience_s:g} s")
 
 
+def _hangs(turn: Turn, member: KnownProcess) -> bool:
+    """Whether a process waits for others to which it has ended its connections, which ends no more by itself.
+
+    Those of hosts that are left out go first, because that may free the others, who hold the state.
+    """
+    silent_s = turn.state.limits.silent_s
+    limit_s = silent_s if member.leaves else 3 * silent_s
+    return (
+        member.hung_up_s is not None
+        and member.others_s >= silent_s
+        and turn.now_s - member.hung_up_s >= limit_s
+    )
+
+
 def _kill_frozen(turn: Turn) -> None:
     """Kill waiting processes that did not answer when they were asked to try to reach others."""
-    limit_s = UNANSWERED * turn.state.limits.silent_s
+    limit_s = max(UNANSWERED * turn.state.limits.silent_s, UNANSWERED * ATTEMPTS_S)
     for name, member in turn.state.members.items():
-        is_asked = member.waits and member.asked_s > member.tried_s
-        if is_asked and turn.now_s - member.asked_s >= limit_s:
+        if member.waits and member.is_trying and turn.now_s - member.asked_s >= limit_s:
             _kill(turn, name, f"it waited, and did not answer the coordinator for {limit_s:g} s")
 
 
@@ -267,9 +282,13 @@ def _kill_stuck(turn: Turn) -> None:
     if state.stage not in (Stage.TRAINING, Stage.GATHERING) or state.limits.group_size > 1:
         return
     here = {n: state.members[n] for n in state.present_ranks if state.members[n].killed_s is None}
-    stuck = [n for n in state.outstanding if n in here and here[n].is_stuck]
-    stuck = [n for n in stuck if here[n].device_s >= silent_s]
-    if any(one.waits or (one.beat_s and not one.device_s) for one in here.values()):
+    stuck = [
+        n
+        for n in state.outstanding
+        if n in here
+        and here[n].device_s >= (silent_s if here[n].is_stuck else state.limits.patience_s)
+    ]
+    if any(one.waits or one.others_s >= silent_s for one in here.values()):
         for name in stuck:
             _kill(
                 turn,
@@ -372,7 +391,7 @@ def _form_if_possible(turn: Turn) -> None:
     count = limits.usable(len(waiting), state.members[waiting[0]].share) if waiting else 0
     if state.outstanding or not count or turn.now_s < state.pause_until_s:
         return
-    if any(_is_trying(state, name, turn.now_s) for name in waiting):
+    if _are_trying(state, waiting, turn.now_s):
         return
     if state.generation == 0 and len(waiting) < limits.most and _some_start(state):
         if turn.now_s - state.since_s < limits.join_s:
@@ -398,10 +417,10 @@ def _form_if_possible(turn: Turn) -> None:
     turn.act(ev.Form(number, ranks, holders, held_step, state.news))
 
 
-def _is_trying(state: Rendezvous, name: str, now_s: float) -> bool:
-    """Whether a waiting process still tries to reach the others; not believed for longer than that takes."""
-    member = state.members[name]
-    return member.asked_s > member.tried_s and now_s - member.asked_s < 2 * state.limits.silent_s
+def _are_trying(state: Rendezvous, names: Sequence[str], now_s: float) -> bool:
+    """Whether processes that came back still try to reach each other; not for longer than that takes."""
+    limit_s = max(2 * state.limits.silent_s, 2 * ATTEMPTS_S)
+    return now_s - state.since_s < limit_s and any(state.members[n].is_trying for n in names)
 
 
 def _within_reach(state: Rendezvous, now_s: float) -> tuple[str, ...]:
@@ -462,6 +481,8 @@ def _go_if_set(turn: Turn) -> None:
             step=None,
             device_s=0.0,
             is_stuck=False,
+            others_s=0.0,
+            hung_up_on=(),
             hung_up_s=None,
             hung_up_again_s=0.0,
             pace=None,

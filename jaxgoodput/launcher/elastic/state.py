@@ -128,14 +128,18 @@ class KnownProcess:
     """How long it had been waiting for its own device then; 0 if it did not."""
     is_stuck: bool = False
     """Whether that is much longer than ever before."""
+    others_s: float = 0.0
+    """How long it had been waiting for the other processes then; 0 if it did not."""
+    is_trying: bool = False
+    """Whether it was asked to try to reach others, and has not answered."""
     asked_s: float = 0.0
-    """When it was asked to try to reach others, and has not answered since; else when it was last asked."""
+    """When it was asked last, while it did not try already."""
     tried_s: float = 0.0
     """When it answered last."""
-    unreached: tuple[str, ...] = ()
-    """Whom it did not reach then."""
+    hung_up_on: tuple[str, ...] = ()
+    """Processes of this generation to which it was told to end its connections."""
     hung_up_s: float | None = None
-    """When it was told first, in this generation, to end its connections to others; None if it was not."""
+    """When it was told so first; None if it was not."""
     hung_up_again_s: float = 0.0
     """When it was told so last."""
     killed_s: float | None = None
@@ -173,7 +177,9 @@ class Host:
     num_exclusions: int = 0
     """How often it was left out so far."""
     num_cut_off: int = 0
-    """How often it was left out because it did not reach others."""
+    """How often in a row it was left out because it did not reach others."""
+    cut_off_s: float = 0.0
+    """When it was left out for that last."""
     until_s: float | None = None
     """Time at which it is checked again and may come back; None if it is not left out."""
 

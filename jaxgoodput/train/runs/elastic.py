@@ -4,6 +4,7 @@ Nothing is donated before every process has the sum of a step, so that the state
 `fit_generations` owns the generations; an `Elastic` is the run within one of them.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -68,14 +69,18 @@ class Elastic:
         """Do one step up to its update; see `Run.dispatch`. Raises PeerGone if not all have its sum."""
         began_s, engine = self.clock.now(), now.engine
         control = self.decisions.sent(batch.config)
-        with self.membership.device_at_work():
+        device = self.membership.device_at_work(batch.config.global_batch_size)
+        with contextlib.ExitStack() as stack:
+            if batch.parts is None:  # leased parts are asked for and read under way
+                stack.enter_context(device)
             work, num_rows = accumulated(now, batch, measured=measured)
             assert work.sums is not None
             jax.block_until_ready(work.sums.weight)
         own_end_s = self.clock.now()
         self.own_part = _own_part(engine, batch, num_rows, own_end_s - began_s)
         # The update donates the state, which would be lost if the sum failed under way.
-        total = jax.block_until_ready(engine.reduce(work, control))
+        with self.membership.others_at_work():
+            total = jax.block_until_ready(engine.reduce(work, control))
         if self.where.group_size > 1 and self.where.process_count > 1:
             self.agreement.commit(now.step)
         reduced_s = self.clock.now()

@@ -137,8 +137,15 @@ class Membership(Protocol):
         """Call `ask`, from another thread, when the present generation is about to end."""
         ...
 
-    def device_at_work(self) -> AbstractContextManager[None]:
-        """While this process waits for its own device, whose part of a step it has dispatched."""
+    def device_at_work(self, num_samples: int) -> AbstractContextManager[None]:
+        """While this process waits for its own device, whose part of a step it has dispatched.
+
+        `num_samples` is the global batch size, to which the time is about proportional.
+        """
+        ...
+
+    def others_at_work(self) -> AbstractContextManager[None]:
+        """While this process waits for the other processes' parts of a step."""
         ...
 
     def computed(self, own: OwnPart) -> None:

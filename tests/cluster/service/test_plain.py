@@ -203,7 +203,7 @@ def test_what_is_only_reported_is_cleaned_and_not_refused(path, is_cleaned):
 
 def test_a_command_may_have_lines_and_a_path_may_not():
     body = with_text(FULL["Submission"], ("command", 0), "python -c\n\tpass")
-    assert BODIES["Submission"].validate_python(json.dumps(body)).command == ("python -c\n\tpass",)
+    assert BODIES["Submission"].validate_python(json.dumps(body)).command[0] == "python -c\n\tpass"
     body = with_text(FULL["Submission"], ("cwd",), "/a\nb")
     with pytest.raises(pydantic.ValidationError, match="cwd has the character U\\+000A"):
         BODIES["Submission"].validate_python(json.dumps(body))
