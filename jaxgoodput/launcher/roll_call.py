@@ -55,7 +55,8 @@ class _Answer:
 class RollCall:
     """The launcher's side: waits for the workers of one host, and knows which process each of them is.
 
-    If `must_join`, each worker has to answer within `connect_s` seconds; one that ends without has failed.
+    If `must_join`, each worker has to answer within `connect_s` seconds; one that ends
+    without an answer has failed.
     """
 
     def __init__(
@@ -158,8 +159,9 @@ class RollCall:
         answer = _Answer(int(hello["pid"]), str(hello["words"]), str(hello["token"]))
         with contextlib.closing(channel):
             with self._lock:
-                first = self._answers.setdefault(worker, answer)
-                if first is answer:
+                first = self._answers.get(worker)
+                if first is None or self._gives_way(first, answer):
+                    first = self._answers[worker] = answer
                     self._channels[worker] = channel
             try:
                 channel.send({"pid": first.pid, "words": first.words, "token": first.token})
@@ -168,8 +170,15 @@ class RollCall:
             finally:
                 answer.is_gone.set()
                 with self._lock:
-                    if first is answer:
+                    if self._channels.get(worker) is channel:
                         del self._channels[worker]
+
+    def _gives_way(self, first: _Answer, later: _Answer) -> bool:
+        """Whether another process may be the worker after the first one has ended.
+
+        It may if it is the same one, which has executed itself anew, or if the job has no other process.
+        """
+        return first.is_gone.is_set() and (first.pid == later.pid or not self.must_join)
 
 
 class RollCallLink:
@@ -195,7 +204,7 @@ class RollCallLink:
             ) from None
         if answer is None:
             raise ConnectionError(
-                f"the launcher of this worker at {address} has gone. Its own output says why."
+                f"the launcher of this worker at {address} has ended. Its own output says why."
             )
         if answer["token"] != token:
             self._channel.close()

@@ -6,9 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 
-MOST_CHARACTERS = (
-    32_000  # of all variables of a job: they go through a pipe before an agent reads it
-)
+MOST_BYTES = 32_000  # of all variables of a job: they go through a pipe before an agent reads it
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 # The launcher sets these itself, differently for each process.
 _OWN = re.compile(
@@ -53,10 +51,10 @@ def as_mapping(given: Iterable[tuple[str, str]]) -> dict[str, str]:
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"--env {twice} is given twice. Give each variable once.")
-    size = sum(len(name) + len(value) for name, value in pairs)
-    if size > MOST_CHARACTERS:
+    size = len(to_line(found))
+    if size > MOST_BYTES:
         raise ValueError(
-            f"the variables of --env have {size} characters, and {MOST_CHARACTERS} are the most. Put long "
+            f"the variables of --env take {size} bytes as JSON, and {MOST_BYTES} are the most. Put long "
             "values into a file that the script reads."
         )
     return found

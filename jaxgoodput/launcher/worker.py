@@ -10,12 +10,14 @@ A script that a wrapper starts without this module (`env X=1 python train.py`) j
 `jaxgoodput.Trainer`, or at the latest in `fit()`. Its children inherit the environment, and do not join.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import os
 import runpy
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -26,7 +28,11 @@ from jaxgoodput.launcher import roll_call
 _PREFIX = "JAXGOODPUT_"
 _JOINED = "JAXGOODPUT_JOINED"
 # A wrapper may start the processes of a job at very different times; the launcher ends them all if one fails.
-_OTHERS_S = roll_call.CONNECT_S
+_OTHERS_S, _OTHERS_OF_ANY_S = (
+    roll_call.CONNECT_S,
+    60.0,
+)  # the second if another program started them
+_JOINING = threading.Lock()
 _USAGE = "usage: python -m jaxgoodput.launcher (SCRIPT | -m MODULE) [ARGS ...]"
 
 
@@ -91,6 +97,11 @@ class WorkerEnv:
                 f"DEVICES_PER_PROCESS={self.devices_per_process} is too small: "
                 "a process has at least 1 device."
             )
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the job has this process only, so that one that has not joined trains as well."""
+        return self.num_processes == 1 and self.rendezvous is None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "WorkerEnv | None":
@@ -217,14 +228,23 @@ def initialize(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
         return None
     from jaxgoodput.train.process import OF_PROCESS, LauncherLink
 
-    if OF_PROCESS.link.pid == os.getpid():
+    with _JOINING:
+        if OF_PROCESS.link.pid == os.getpid():
+            return env
+        if env.joined not in (None, os.getpid()):
+            if env.is_alone:  # as before it was launched: there is no other process to train with
+                OF_PROCESS.link = LauncherLink(pid=os.getpid())
+                return env
+            OF_PROCESS.link = LauncherLink(refusal=roll_call.already_joined(env.joined))
+            return None
+        try:
+            _join(env)
+        except roll_call.AlreadyJoined:
+            if not env.is_alone:
+                raise
+            OF_PROCESS.link = LauncherLink(pid=os.getpid())
+        os.environ[_JOINED] = str(os.getpid())  # for the children of this process
         return env
-    if env.joined not in (None, os.getpid()):
-        OF_PROCESS.link = LauncherLink(refusal=roll_call.already_joined(env.joined))
-        return None
-    _join(env)
-    os.environ[_JOINED] = str(os.getpid())  # for the children of this process
-    return env
 
 
 def join_if_launched() -> None:
@@ -270,7 +290,10 @@ def _join(env: WorkerEnv) -> None:
         _jax.share_compilation_cache()
         if not is_connected:
             _jax.connect(
-                env.coordinator, env.num_processes, env.process_id, others_timeout_s=_OTHERS_S
+                env.coordinator,
+                env.num_processes,
+                env.process_id,
+                others_timeout_s=_OTHERS_OF_ANY_S if env.roll_call is None else _OTHERS_S,
             )
     OF_PROCESS.link = link
 
@@ -284,7 +307,19 @@ def _answer(called: str, link: Any) -> Any:
         _end_with_the_launcher(is_launched=True)
 
     Worker("lifeline", wait)
-    return dataclasses.replace(link, report=roll.report)
+    reported: list[int | None] = []
+
+    def report(code: int | None) -> None:
+        reported[:] = [code]
+        roll.report(code)
+
+    def correct() -> None:
+        """Tell that the script has handled the error that ended its last run."""
+        if reported == [1] and not hasattr(sys, "last_type"):
+            roll.report(0)
+
+    atexit.register(correct)
+    return dataclasses.replace(link, report=report)
 
 
 def _choose_devices(env: WorkerEnv) -> None:

@@ -194,13 +194,42 @@ def test_one_process_may_be_alone_and_need_not_join(folder):
     assert (end.code, end.lines(0)) == (0, ["alone"])
 
 
+FIRST = "import jaxgoodput as jg; jg.Trainer; print('joined=yes')"
+
+
 def test_the_first_of_several_scripts_is_the_worker_and_the_next_says_so(folder):
-    (folder / "first.py").write_text("import jaxgoodput as jg; jg.Trainer; print('joined=yes')")
+    (folder / "first.py").write_text(FIRST)
     command = f"{PYTHON} first.py; {PYTHON} other.py"
-    end = run("--nproc-per-node", "1", "--", "bash", "-c", command)
+    end = run("--nproc-per-node", "2", "--", "bash", "-c", command)
     assert end.code == 1, end
     assert end.value(0, "joined") == "yes"
     assert "first.py`) has joined as that worker already" in end.err
+
+
+def test_scripts_of_a_job_of_one_process_follow_each_other_and_start_others(folder):
+    (folder / "first.py").write_text(FIRST)
+    (folder / "starts.py").write_text(
+        "import subprocess, jaxgoodput as jg; jg.Trainer; "
+        f"subprocess.run([{PYTHON!r}, 'last.py'], check=True)"
+    )
+    (folder / "last.py").write_text(
+        "import jaxgoodput as jg\nfrom jaxgoodput.train.process import joined\n"
+        "jg.Trainer\njoined()\nprint('may=train')\n"
+    )
+    command = f"{PYTHON} first.py && {PYTHON} starts.py && {PYTHON} last.py"
+    end = run("--nproc-per-node", "1", "--", "bash", "-c", command)
+    assert end.code == 0 and end.lines(0).count("may=train") == 2, end
+
+
+def test_a_script_that_executes_itself_anew_stays_the_worker(folder):
+    (folder / "again.py").write_text(
+        "import os, sys\nimport jaxgoodput as jg\njg.Trainer\n"
+        "if 'AGAIN' not in os.environ:\n"
+        "    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, 'AGAIN': '1'})\n"
+        "print('joined=twice')\n"
+    )
+    end = run("--nproc-per-node", "1", "--", "env", PYTHON, "again.py")
+    assert (end.code, end.value(0, "joined")) == (0, "twice"), end
 
 
 @pytest.mark.parametrize("use", ["jax.devices()", "jax.numpy.ones(3)"])

@@ -32,7 +32,7 @@ from jaxgoodput.text import compact, count, seconds
 NOTHING = "no devices"  # what `WhatIf.gets` says if a job would get none
 REFRESH_S = 1.0
 MOST_WATCHED = 200  # newest jobs that are shown while the tables are refreshed
-MOST_OF_PAGE = 1000  # jobs of one answer, if all are asked for
+MOST_OF_PAGE = 200  # jobs of one answer, if all are asked for
 WAIT_S = 20.0
 
 

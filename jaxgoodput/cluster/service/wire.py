@@ -17,7 +17,7 @@ from jaxgoodput.specs import STRICT, Hints, JobSpec, Node, Reservation, Tenant, 
 
 T = TypeVar("T")
 
-VERSION = 1
+VERSION = 2
 """The version of the protocol. The service refuses agents of another version."""
 
 DONE, FAILED, USAGE = 0, 1, 2  # exit codes of agents and commands

@@ -19,7 +19,7 @@ from jaxgoodput.cluster.service.record.chain import ChainHead
 FILE = "journal.head"
 FORMAT = 3
 """The format of the journal to which the head belongs."""
-RECORD_BYTES = 512  # a disk writes so much at once
+RECORD_BYTES = 512  # a disk writes a sector of this size at once
 
 
 class DamagedHeadError(Exception):

@@ -10,6 +10,7 @@ import asyncio
 import enum
 from typing import Any
 
+import h11
 from absl import logging
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -18,7 +19,8 @@ HEADER_S = 10.0  # for the head of a request; on a new connection, for its hands
 EXCHANGE_S = (
     120.0  # for the body and the answer, longer than the longest wait for news and any question
 )
-ANSWER_S = 20.0  # for the client to take a whole answer
+ANSWER_S = 20.0  # for the client to take a whole answer, and more if it is long:
+SLOWEST = 50_000.0  # bytes per second at which it is taken
 
 
 class Phase(enum.Enum):
@@ -89,7 +91,9 @@ class PatientProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Handle data, which may begin a head, and may complete it."""
-        if self._is_between() and self._phase is not Phase.HEAD:
+        # What comes of a body after its request was answered begins no head.
+        is_next = self._is_between() and self.conn.their_state is h11.IDLE
+        if is_next and self._phase is not Phase.HEAD:
             self._begin(Phase.HEAD, HEADER_S)
         super().data_received(data)
         if self._phase is Phase.HEAD and not self._is_between():
@@ -97,7 +101,7 @@ class PatientProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         """Start the deadline by which the client must have taken the answer that was just written."""
-        self._begin(Phase.ANSWER, ANSWER_S)
+        self._begin(Phase.ANSWER, ANSWER_S + self.transport.get_write_buffer_size() / SLOWEST)
         super().on_response_complete()
         if not self._is_between():  # the next request was there already
             self._begin(Phase.EXCHANGE, EXCHANGE_S)

@@ -231,7 +231,7 @@ def _name(job: JobEntry, painted: Mapping[str, str]) -> str:
 
 
 def _more(number: int, what: str) -> str:
-    """Say that so many things are left out, named in the plural; nothing for none."""
+    """Say how many things, named in the plural, are left out; nothing if none are."""
     return f"<p class=dim>and {number} more {what}</p>" if number > 0 else ""
 
 
