@@ -163,7 +163,7 @@ class Load:
         """A node's agent: waits for work, tells where coordinators are, and watches what it is given."""
         name, version = f"n{number}", 0
         node = {"name": name, "kind": "h200", "num_devices": 8}
-        join = {"node": node, "instance": "one", "version": 1}
+        join = {"node": node, "instance": "one", "version": 2}
         await self.surely("POST", "/v1/nodes", join)
         connection = Connection(self)
         while not self.is_over:

@@ -24,6 +24,7 @@ from jaxgoodput.cluster.service.web.connection import HEADER_S
 from jaxgoodput.cluster.service.web.guard import Token, Tokens
 from jaxgoodput.cluster.service.web.logs import Logs
 from jaxgoodput.cluster.service.wire import (
+    VERSION,
     ClusterShown,
     JobExplanation,
     JobList,
@@ -425,7 +426,7 @@ def test_path_tricks_in_jobs_and_nodes(service, name):
     )
     assert status == 409 and "is not a valid name for a job" in said["error"]
     node = {"name": name, "kind": "cpu", "num_devices": 1}
-    body = json.dumps({"node": node, "instance": "one", "version": 1})
+    body = json.dumps({"node": node, "instance": "one", "version": VERSION})
     status, said = ask(service, "POST", "/v1/nodes", token=TOKENS["operator"][0], body=body)
     assert status == 409 and "is not a valid name for a node" in said["error"]
 
@@ -449,7 +450,7 @@ def test_names_on_the_page_are_no_html(service):
     body = services.submission("page", level="<script>alert(1)</script>")
     client(service, "operator").call("POST", "jobs", body=body, type_=JobShown, changes=True)
     node = {"name": "evil", "kind": "<img src=x>", "num_devices": 1}
-    body = json.dumps({"node": node, "instance": "one", "version": 1})
+    body = json.dumps({"node": node, "instance": "one", "version": VERSION})
     assert ask(service, "POST", "/v1/nodes", token=TOKENS["node"][0], body=body)[0] == 200
     connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=30)
     token = TOKENS["operator"][0]

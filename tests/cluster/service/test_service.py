@@ -32,6 +32,7 @@ from jaxgoodput.cluster.service.web.heartbeats import Heartbeats
 from jaxgoodput.cluster.service.web.logs import Logs
 from jaxgoodput.cluster.service.web.requests import MOST_POSITION
 from jaxgoodput.cluster.service.wire import (
+    VERSION,
     ClusterShown,
     JobList,
     JobShown,
@@ -172,7 +173,9 @@ def test_a_service_that_stood_still_gives_nodes_the_time_to_speak(tmp_path, monk
     clock = FakeClock(1e9)
 
     async def use(book):
-        join = Join(node=Node(name="n0", kind="cpu", num_devices=4), instance="one", version=1)
+        join = Join(
+            node=Node(name="n0", kind="cpu", num_devices=4), instance="one", version=VERSION
+        )
         await book.ask(lambda state: commands.join(state, join), lambda *_: "")
         watching = asyncio.create_task(serve._watch(book, Heartbeats(clock, 30.0), clock))
         await asyncio.sleep(0.1)
@@ -466,7 +469,7 @@ def test_a_clock_that_was_set_back_between_two_starts_costs_jobs_nothing(tmp_pat
 
     async def first(book):
         node = Node(name="n0", kind="cpu", num_devices=4)
-        join = Join(node=node, instance="one", version=1)
+        join = Join(node=node, instance="one", version=VERSION)
         await book.ask(lambda state: commands.join(state, join), lambda *_: "")
         await submit(book, "a")
         clock.advance(50.0)

@@ -24,7 +24,7 @@ from jaxgoodput.cluster.service.record.state import (
     step,
     work_of,
 )
-from jaxgoodput.cluster.service.wire import Join, Report
+from jaxgoodput.cluster.service.wire import VERSION, Join, Report
 from jaxgoodput.specs import Allocation, Hints, Node
 
 OPERATOR = Caller("default", "operator")
@@ -47,7 +47,9 @@ class World:
 
     def join(self, name="n0", devices=8, instance="one"):
         node = Node(name=name, kind="cpu", num_devices=devices)
-        return self.do(commands.join(self.state, Join(node=node, instance=instance, version=1)))
+        return self.do(
+            commands.join(self.state, Join(node=node, instance=instance, version=VERSION))
+        )
 
     def submit(self, name="a", caller=OPERATOR, **spec):
         made = services.submission(name, **spec)
@@ -233,7 +235,7 @@ def test_a_job_whose_coordinators_node_goes_gets_another_one(world):
 
 def test_coordinators_go_where_a_label_says(world):
     node = Node(name="head", kind="none", num_devices=0, labels={"coordinates": ""})
-    world.do(commands.join(world.state, Join(node=node, instance="h", version=1)))
+    world.do(commands.join(world.state, Join(node=node, instance="h", version=VERSION)))
     world.submit("a")
     world.plan(a={"n0": (0,)}.items())
     assert world.state.jobs["a"].home == "head"
@@ -426,8 +428,8 @@ def test_what_is_refused_and_why(world, call, status, says):
 
 def test_agents_that_cannot_come():
     node = Node(name="x", kind="cpu", num_devices=1)
-    join = Join(node=node, instance="one", version=2)
-    with pytest.raises(CommandRefused, match="speaks version 2"):
+    join = Join(node=node, instance="one", version=VERSION - 1)
+    with pytest.raises(CommandRefused, match="speaks version 1, but"):
         commands.join(State(), join)
     with pytest.raises(ValueError, match="joins with state 'down'"):
         dataclasses.replace(join, node=dataclasses.replace(node, state="down"))
@@ -467,4 +469,4 @@ def test_names_that_could_be_paths_are_none(name):
         services.submission(name)
     node = Node(name=name, kind="cpu", num_devices=1)
     with pytest.raises(ValueError, match="is not a valid name for a node"):
-        Join(node=node, instance="one", version=1)
+        Join(node=node, instance="one", version=VERSION)
