@@ -1,5 +1,6 @@
 """Converts the state to what people and programs see of it."""
 
+import math
 from collections.abc import Callable
 
 from jaxgoodput.cluster.service.record.commands import Caller
@@ -37,7 +38,7 @@ def job(state: State, entry: JobEntry, now_s: float, *, past: bool = False) -> J
         started_s=entry.started_s,
         finished_s=entry.finished_s,
         num_changes=entry.num_changes,
-        device_s=sum(counted_until(now_s, entry, state.kind_of).received_s.values()),
+        device_s=math.fsum(counted_until(now_s, entry, state.kind_of).received_s.values()),
         code=entry.code,
         hints=entry.hints,
         past=entry.past if past else (),
