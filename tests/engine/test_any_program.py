@@ -133,7 +133,7 @@ def assert_alike(found, expected, tolerance=2e-5):
     np.testing.assert_allclose([one.loss, one.grad_norm], [other.loss, other.grad_norm], rtol=2e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 def test_any_program_has_the_gradients_of_whole_parameters(loss):
     expected = after_two_steps(Strategy(), loss)
@@ -142,7 +142,7 @@ def test_any_program_has_the_gradients_of_whole_parameters(loss):
     assert_alike(after_two_steps(Strategy(fsdp=8), loss), expected, tolerance)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("loss", [scanned_with_checkpoint, used_twice], ids=lambda f: f.__name__)
 def test_the_same_with_tensor_parallelism_and_frozen_leaves(loss):
     def trainable(params):
@@ -173,7 +173,7 @@ class Stack(nn.Module):
         return layers()(x, None)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_scanned_linen_module():
     model = jg.from_linen(Stack())
 
@@ -199,7 +199,7 @@ class Constrained(nn.Module):
         return nn.Dense(DIM, name="down")(nn.gelu(inner))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "strategy", [Strategy(data=8), Strategy(fsdp=4, tensor=2)], ids=lambda s: s.name
 )

@@ -88,7 +88,7 @@ def by_definition(model, params, x):
     return np.concatenate(list(by_features.values()), axis=1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("scanned", [pytest.param(False, marks=pytest.mark.nightly), True])
 @pytest.mark.parametrize(
     ("strategy", "parts"),
@@ -119,7 +119,7 @@ def test_the_sample_is_that_of_single_samples_under_every_layout(rng, strategy, 
     assert metrics.num_groups == count
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nothing_that_is_trained_changes(rng):
     batches = [rows(rng, 8) for _ in range(3)]
     found = []
@@ -134,7 +134,7 @@ def test_nothing_that_is_trained_changes(rng):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *found)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_padding_and_weights_count_for_nothing(rng):
     def weighted(params, batch, key):
         losses = loss_of(Model())(params, batch, key)
@@ -162,7 +162,7 @@ def test_a_model_without_them_is_named(rng):
         engines.run(engine, engine.init(jax.random.key(0)), [rows(rng, 8)])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
 def test_layers_that_jax_remembers_are_named(rng, wrap):
     model = Model()
@@ -178,7 +178,7 @@ def test_layers_that_jax_remembers_are_named(rng, wrap):
         engines.run(engine, engine.init(jax.random.key(0)), [rows(rng, 8)])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_norm_of_something_else_than_samples_is_left_alone(rng):
     class Tabled(nn.Module):
         @nn.compact

@@ -537,6 +537,7 @@ def test_hosts_that_do_not_reach_each_other_any_more_cost_one_of_them(tmp_path, 
     check_same(alone, end, steps, epochs)
 
 
+@pytest.mark.nightly
 def test_a_process_whose_device_computes_nothing_more_is_replaced_though_it_answers(
     tmp_path, alone
 ):

@@ -23,8 +23,7 @@ WRAPPERS = {
     "another session": ["setsid", "--wait", PYTHON, "train.py"],
 }
 EVERY = [
-    pytest.param(name, marks=[] if name in ("env", "a shell") else pytest.mark.nightly)
-    for name in WRAPPERS
+    pytest.param(name, marks=[] if name == "env" else pytest.mark.nightly) for name in WRAPPERS
 ]
 
 # Children are started before and after the script itself uses Trainer, and use it as well.
@@ -232,7 +231,9 @@ def test_a_script_that_executes_itself_anew_stays_the_worker(folder):
     assert (end.code, end.value(0, "joined")) == (0, "twice"), end
 
 
-@pytest.mark.parametrize("use", ["jax.devices()", "jax.numpy.ones(3)"])
+@pytest.mark.parametrize(
+    "use", ["jax.devices()", pytest.param("jax.numpy.ones(3)", marks=pytest.mark.nightly)]
+)
 def test_a_script_that_has_used_devices_before_is_refused(use, folder):
     (folder / "train.py").write_text(f"import jax\n{use}\nimport jaxgoodput as jg\njg.Trainer\n")
     end = run("--nproc-per-node", "2", "--", *WRAPPERS["env"])
@@ -276,7 +277,9 @@ LONG = """
 """
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)]
+)
 def test_a_stop_reaches_the_worker_in_a_wrapper_that_hides_how_it_ended(signum, folder):
     (folder / "train.py").write_text(textwrap.dedent(LONG))
     with start("--nproc-per-node", "1", "--", "bash", "-c", HIDING) as job:

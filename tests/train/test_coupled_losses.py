@@ -87,7 +87,7 @@ class InStages(Mean):
 # -- the last batch ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_last_batch_of_layers_in_stages_is_padded_to_the_size_of_others(tmp_path):
     seen = Recorder()
     settings = config(tmp_path, epochs=1, strategies=(Strategy(data=1, stage=2),))
@@ -95,7 +95,7 @@ def test_the_last_batch_of_layers_in_stages_is_padded_to_the_size_of_others(tmp_
     assert [s.num_samples for s in seen.of(StepEnd)] == [16, 16, 16, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("trainer", [Contrastive, OneNumber])
 @pytest.mark.parametrize("background", [True, False])
 def test_the_last_batch_has_the_loss_of_its_own_samples(tmp_path, trainer, background):
@@ -108,7 +108,7 @@ def test_the_last_batch_has_the_loss_of_its_own_samples(tmp_path, trainer, backg
     np.testing.assert_allclose([s.metrics["loss"] for s in seen.of(StepEnd)], wanted, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_last_batch_has_the_statistics_of_its_own_samples(tmp_path):
     settings = config(tmp_path, batch=LIMITS, epochs=1, loss="whole")
     state = Normalised(settings, tx=STILL, devices=devices(8)).fit()
@@ -118,7 +118,7 @@ def test_the_last_batch_has_the_statistics_of_its_own_samples(tmp_path):
     np.testing.assert_allclose(statistics["var"], last.var(0), rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_micro_batches_before_it_are_whole(tmp_path, accumulate):
     """91 samples in batches of 40, made of one or two micro-batches: 11 are left, in one of 20 or two."""
@@ -140,7 +140,7 @@ def test_micro_batches_before_it_are_whole(tmp_path, accumulate):
     np.testing.assert_allclose(state.params["w"], w, rtol=2e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_it_is_dropped_where_that_is_asked_for_and_a_complete_run_stays_complete(
     tmp_path, accumulate
@@ -169,7 +169,7 @@ class MaskedWithState(Masked):
         return self.loss(params, batch, key, mask), model_state
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("trainer", [Masked, MaskedWithState])
 @pytest.mark.parametrize("loss", ["separate", "global"])
 def test_a_loss_that_asks_for_the_mask_tells_padding_from_samples(tmp_path, trainer, loss):
@@ -238,7 +238,7 @@ class WeightedTokens(MeanOfTokens):
 FREE = {"tuning__accumulate": True, "policy": "goodput", "execution__background_compile": True}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("trainer", "settings", "what"),
     [
@@ -270,7 +270,7 @@ def test_a_loss_that_splitting_changes_is_warned_of(tmp_path, told, trainer, set
     assert what is None or what in found[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_whole_is_one_micro_batch_that_sees_all_rows(tmp_path, told):
     def ask(event):
         if event.step in (1, 2):
@@ -297,7 +297,7 @@ def test_whole_is_one_micro_batch_that_sees_all_rows(tmp_path, told):
     np.testing.assert_allclose([s.metrics["loss"] for s in seen.of(StepEnd)], wanted, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_whole_does_not_fall_back_on_micro_batches_where_memory_is_short(tmp_path):
     settings = config(tmp_path, loss="whole", tuning__accumulate=True, execution__memory_bytes=1000)
     with pytest.raises(ValueError, match="a step with 16 samples per replica needs"):

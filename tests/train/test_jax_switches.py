@@ -179,7 +179,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("switch, name", CASES)
 def test_a_run_under_a_switch_gives_the_same_losses(tmp_path, switch, name):
     expected = reference(name)
@@ -196,7 +196,7 @@ def test_a_run_under_a_switch_gives_the_same_losses(tmp_path, switch, name):
     assert np.isfinite(losses).all() and len(losses) >= NUM_STEPS / 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("switch", ["both", pytest.param("no transfer", marks=pytest.mark.nightly)])
 def test_a_run_under_a_switch_resumes(tmp_path, switch):
     column = COLUMNS["saved and evaluated"]
@@ -225,7 +225,7 @@ class Wrong(Net):
         return data
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("value, found", [(np.nan, "nan"), (np.inf, "inf")])
 def test_a_nan_of_the_users_own_is_named_with_the_step(tmp_path, value, found):
     made = config(tmp_path, base_steps=float(NUM_STEPS), shuffle=False)
@@ -254,7 +254,7 @@ class Weighted(Net):
     "name",
     [
         "alone",
-        pytest.param("4 devices", marks=pytest.mark.slow),
+        pytest.param("4 devices", marks=pytest.mark.nightly),
         *(pytest.param(x, marks=pytest.mark.nightly) for x in ("micro-batches", "fsdp")),
     ],
 )
@@ -286,7 +286,7 @@ def test_batches_without_weight_are_passed_over_under_a_switch(tmp_path, switch,
 PRODUCTS = "jax_default_matmul_precision"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("data", [np.float64, np.float32])
 def test_every_thread_sees_the_settings_that_surround_fit(tmp_path, data):
     """Programs that are compiled behind training, and the loader's, would otherwise be others."""

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.multihost, pytest.mark.slow, pytest.mark.timeout(900)]
 OPTIONS = ("--min-gap-s", "1", "--hints-s", "1", "--restart-s", "2", "--silent-s", "10")
 
 
+@pytest.mark.nightly
 def test_a_scheduler_that_is_killed_stops_nobody_and_finds_all_of_it_again(tmp_path):
     patient = ("--silent-s", "60")  # no process of it is given up for being slow on a busy machine
     with services.Service(tmp_path / "service", "--local", "1x4", *OPTIONS, *patient) as service:
