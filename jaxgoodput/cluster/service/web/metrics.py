@@ -45,8 +45,8 @@ class RequestMetrics:
 def text(
     state: State,
     requests: RequestMetrics,
-    silent_s: Mapping[str, float],
-    numbers: Mapping[str, float],
+    silent_s: Mapping[str, int | float],
+    numbers: Mapping[str, int | float],
 ) -> str:
     """Return all metrics in Prometheus's text format.
 
@@ -119,7 +119,7 @@ def _device_lines(state: State) -> Iterator[str]:
     )
 
 
-def _lines(name: str, help_: str, samples: Mapping[str, float]) -> Iterator[str]:
+def _lines(name: str, help_: str, samples: Mapping[str, int | float]) -> Iterator[str]:
     """Yield a metric: its samples by their labels, as `_labels` writes them."""
     if help_:
         yield f"# HELP jaxgoodput_{name} {help_}"
