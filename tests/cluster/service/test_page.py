@@ -168,7 +168,7 @@ HAPPENS = st.lists(
 
 
 @unittest.mock.patch.object(page, "MOST_ENDED", 3)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(happens=HAPPENS)
 def test_jobs_that_are_shown_together_never_share_a_colour(happens):
     state, now_s, known = State(), 0.0, {}

@@ -328,6 +328,7 @@ def test_a_connection_without_a_token_gets_one_answer_and_ends(service, head):
     assert b"connection: close" in said.lower()
 
 
+@pytest.mark.nightly
 def test_who_does_not_read_an_answer_is_not_waited_for(tmp_path):
     with services.Service(tmp_path / "service", "--local", "0") as made:
         client = made.client()
