@@ -455,6 +455,30 @@ exec ip netns exec "$1" unshare --uts sh -c 'hostname "$0" && exec sh -c "$1"' "
 """
 
 
+@contextlib.contextmanager
+def apart(tmp_path, epochs, *options):
+    """Three hosts with networks of their own, and a job on them."""
+    reason = namespaces.available()
+    if reason is not None:
+        pytest.skip(reason)
+    shell = tmp_path / "shell"
+    shell.write_text(SHELL)
+    shell.chmod(0o755)
+    with namespaces.hosts(3) as made:
+        with Cluster(
+            tmp_path / "job",
+            epochs=epochs,
+            step_s=0.05,
+            nodes="1:3",
+            address=f"{made.root_address}:0",
+            options=(
+                *("--rsh", str(shell), "--hosts", ",".join(made.names)),
+                *("--admit-every-s", "1", *options),
+            ),
+        ) as cluster:
+            yield made, cluster
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("cut", [0, 1])
 def test_hosts_through_a_remote_shell_and_a_cable_that_is_cut(tmp_path, alone, cut):
@@ -462,39 +486,23 @@ def test_hosts_through_a_remote_shell_and_a_cable_that_is_cut(tmp_path, alone, c
 
     Cut off, rank 0 still holds the workdir, until it finds out.
     """
-    reason = namespaces.available()
-    if reason is not None:
-        pytest.skip(reason)
     epochs = 150
-    shell = tmp_path / "shell"
-    shell.write_text(SHELL)
-    shell.chmod(0o755)
-    with namespaces.hosts(3) as made:
-        with Cluster(
-            tmp_path / "job",
-            epochs=epochs,
-            step_s=0.05,
-            nodes="1:3",
-            address=f"{made.root_address}:0",
-            options=(
-                *("--rsh", str(shell), "--hosts", ",".join(made.names)),
-                *("--silent-s", "3", "--reconnect-s", "60", "--admit-every-s", "1"),
-            ),
-        ) as cluster:
-            cluster.wait_for_processes(3)
-            first = cluster.lines("regrouped")[-1]["pid"]  # of rank 0, which alone has hooks
-            pids = {name: cluster.pid(name) for name in made.names}
-            (rank_0,) = (i for i, name in enumerate(made.names) if pids[name] == first)
-            victim = (rank_0 + cut) % 3
-            made.cut(victim)
-            cluster.wait_for_processes(2)
-            made.mend(victim)
-            cluster.wait_for_processes(3)
-            for i, name in enumerate(made.names):
-                is_same = cluster.pid(name) == pids[name]
-                assert is_same == (i != victim), "who was not cut off goes on as it was"
-            (cluster.folder / "run" / "hurry").touch()
-            end, steps = cluster.finish()
+    options = ("--silent-s", "3", "--reconnect-s", "60")
+    with apart(tmp_path, epochs, *options) as (made, cluster):
+        cluster.wait_for_processes(3)
+        first = cluster.lines("regrouped")[-1]["pid"]  # of rank 0, which alone has hooks
+        pids = {name: cluster.pid(name) for name in made.names}
+        (rank_0,) = (i for i, name in enumerate(made.names) if pids[name] == first)
+        victim = (rank_0 + cut) % 3
+        made.cut(victim)
+        cluster.wait_for_processes(2)
+        made.mend(victim)
+        cluster.wait_for_processes(3)
+        for i, name in enumerate(made.names):
+            is_same = cluster.pid(name) == pids[name]
+            assert is_same == (i != victim), "who was not cut off goes on as it was"
+        (cluster.folder / "run" / "hurry").touch()
+        end, steps = cluster.finish()
     check_same(alone, end, steps, epochs)
 
 
@@ -502,38 +510,21 @@ def test_hosts_through_a_remote_shell_and_a_cable_that_is_cut(tmp_path, alone, c
 @pytest.mark.parametrize("ways", [[(0, 1)], [(2, 1), (1, 2)]], ids=["one way", "both ways"])
 def test_hosts_that_do_not_reach_each_other_any_more_cost_one_of_them(tmp_path, alone, ways):
     """All of them reach the coordinator, and nothing says that what they send each other is lost."""
-    reason = namespaces.available()
-    if reason is not None:
-        pytest.skip(reason)
     epochs = 300
-    shell = tmp_path / "shell"
-    shell.write_text(SHELL)
-    shell.chmod(0o755)
-    with namespaces.hosts(3) as made:
-        with Cluster(
-            tmp_path / "job",
-            epochs=epochs,
-            step_s=0.05,
-            nodes="1:3",
-            address=f"{made.root_address}:0",
-            options=(
-                *("--rsh", str(shell), "--hosts", ",".join(made.names)),
-                *("--silent-s", "5", "--admit-every-s", "1"),
-            ),
-        ) as cluster:
-            cluster.wait_for_processes(3)
-            for way in ways:
-                made.lose(*way)
-            cluster.wait_for_processes(2)
-            text = cluster.coordinator.text()
-            left_out = [name for name in made.names if f"{name} is left out" in text]
-            assert left_out and {made.names.index(name) for name in left_out} <= set(ways[0])
-            assert "did not reach" in text and "SIGKILL" not in text, text
-            for way in ways:
-                made.find(*way)
-            cluster.wait_for_processes(3)
-            cluster.hurry()
-            end, steps = cluster.finish()
+    with apart(tmp_path, epochs, "--silent-s", "5") as (made, cluster):
+        cluster.wait_for_processes(3)
+        for way in ways:
+            made.lose(*way)
+        cluster.wait_for_processes(2)
+        text = cluster.coordinator.text()
+        left_out = [name for name in made.names if f"{name} is left out" in text]
+        assert left_out and {made.names.index(name) for name in left_out} <= set(ways[0])
+        assert "did not reach" in text and "SIGKILL" not in text, text
+        for way in ways:
+            made.find(*way)
+        cluster.wait_for_processes(3)
+        cluster.hurry()
+        end, steps = cluster.finish()
     check_same(alone, end, steps, epochs)
 
 

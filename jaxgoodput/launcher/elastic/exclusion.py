@@ -255,7 +255,7 @@ def _step_of(state: Rendezvous, name: str) -> int:
     return member.held_step if member.holds is not None else (member.step or 0)
 
 
-def part(turn: Turn) -> None:
+def leave_out_unreached(turn: Turn) -> None:
     """Go on without hosts that others do not reach, if these suffice; else end the generation and wait."""
     state, now_s = turn.state, turn.now_s
     if state.cuts:

@@ -541,7 +541,7 @@ _RULES = (
     _kill_stuck,
     exclusion.compare,
     exclusion.check_again,
-    exclusion.part,
+    exclusion.leave_out_unreached,
     _release,
     _proceed,
     exclusion.try_links,
