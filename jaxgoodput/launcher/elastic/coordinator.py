@@ -230,11 +230,11 @@ class Coordinator:
         state_at = {n: self._state_at[n] for n in action.members if n in self._state_at}
         for name in action.members:
             others = {n: at for n, at in state_at.items() if _host_of(n) != _host_of(name)}
-            self._tell(name, messages.Peers(others))
+            self._tell(name, messages.StateAddresses(others))
 
     def _hang_up(self, action: ev.HangUp) -> None:
         known = tuple(self._state_at[name] for name in action.others if name in self._state_at)
-        self._tell(action.member, messages.Unreachable(known))
+        self._tell(action.member, messages.HangUpOn(known))
 
     def _kill(self, action: ev.Kill) -> None:
         say(f"SIGKILL to {action.member}: {action.why}")

@@ -345,10 +345,10 @@ class JobMembership:
                 self._is_over = True
                 self._ask()
             return
-        if isinstance(message, messages.Peers):
+        if isinstance(message, messages.StateAddresses):
             self._links.start(lambda worker: self._try_links(message.state_at))
             return
-        if isinstance(message, messages.Unreachable):
+        if isinstance(message, messages.HangUpOn):
             self._links.start(lambda worker: self._hang_up(message.state_at))
             return
         if isinstance(message, messages.Connect):

@@ -107,7 +107,7 @@ class Connect:
 
 
 @dataclass(frozen=True)
-class Peers:
+class StateAddresses:
     """Message to a worker: it is to try to reach other workers, and to answer with `events.LinksTried`."""
 
     state_at: Mapping[str, str]
@@ -115,7 +115,7 @@ class Peers:
 
 
 @dataclass(frozen=True)
-class Unreachable:
+class HangUpOn:
     """Message to a worker: it is to end all connections to the hosts of these addresses."""
 
     state_at: tuple[str, ...]
@@ -134,7 +134,7 @@ FROM_AGENTS = (ev.ProcessExited, ev.Leave, ev.HostExamined)
 FROM_WORKERS = (ev.Ready, ev.LinksTried, ev.SetUp, ev.Beat, ev.ProcessDone, Connected)
 TO_AGENTS = (Accepted, ev.Refuse, CheckHost, StartWorker, ev.Kill, StopWorkers, ev.EndJob)
 TO_WORKERS = (Welcome, Assignment, Connect, ev.Again, ev.EndGeneration, ev.Release, SaveParts)
-TO_WORKERS += (Peers, Unreachable)
+TO_WORKERS += (StateAddresses, HangUpOn)
 
 
 def encoded(message: Any) -> dict[str, Any]:
