@@ -18,6 +18,7 @@ import processes
 from jaxgoodput._fields.serial import encode
 from jaxgoodput.cluster.client import Client, RequestRefused, read_token
 from jaxgoodput.cluster.service.wire import (
+    VERSION,
     ClusterShown,
     JobShown,
     Join,
@@ -184,7 +185,7 @@ def join(
     """A node comes, whose agent is the test."""
     node = Node(name=name, kind=kind, num_devices=devices)
     return client.call(
-        "POST", "nodes", body=Join(node=node, instance=instance, version=1), type_=Receipt
+        "POST", "nodes", body=Join(node=node, instance=instance, version=VERSION), type_=Receipt
     )
 
 
