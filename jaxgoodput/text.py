@@ -4,17 +4,18 @@ import math
 
 
 def compact(value: float | int | None, *, digits: int = 3) -> str:
-    """Format a number with three significant digits, or `digits`, and k, M or G; '-' if unknown.
+    """Format a number with three significant digits, or `digits`, and k, M, G, T or P; '-' if unknown.
 
-    >>> [compact(x) for x in (0.0123, 7, 512, 1024, 15_300.0, 2.5e6, float("nan"))]
-    ['0.0123', '7', '512', '1.02k', '15.3k', '2.5M', '-']
+    >>> [compact(x) for x in (0.0123, 7, 512, 1024, 15_300.0, 2.5e6, 4e13, float("nan"))]
+    ['0.0123', '7', '512', '1.02k', '15.3k', '2.5M', '40T', '-']
     """
     if value is None or math.isnan(value):
         return "-"
     if math.isinf(value):
         return "inf" if value > 0 else "-inf"
     size = abs(value)
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    units = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+    for limit, unit in units if size < 1e18 else ():
         # 999.6 would be rounded to 1000: use the next unit.
         if size >= limit * (1 - 0.5 * 10.0**-digits):
             return f"{value / limit:.{digits}g}{unit}"
