@@ -205,4 +205,4 @@ def fit_generations(
                     why,
                 )
                 kept = None
-        rest(0 if kept is None else kept.step)
+        rest(last_step() if kept is None else kept.step)
