@@ -133,7 +133,10 @@ def _exited(turn: Turn, event: ev.ProcessExited) -> None:
         # It ended by itself without saying so: its script trains no further, or was told to stop.
         if event.member in turn.state.ranks or turn.state.generation == 0:
             turn.end_run()
-            turn.change(code=event.code, is_done=event.code == DONE)
+            # If it was told to stop, all stop: the others hold the state that is to be saved.
+            is_told = turn.state.is_told or event.code == SAVED
+            turn.change(is_done=event.code == DONE, is_told=is_told)
+            _exited_after_the_end(turn, member, event)
     else:
         _exited_while_others_go_on(turn, member, event)
 
@@ -143,6 +146,10 @@ def _exited_after_the_end(turn: Turn, member: KnownProcess, event: ev.ProcessExi
     took_part = event.member in state.ranks
     # A process that was killed while it was still starting was not needed any more.
     code = event.code if took_part or member.killed_s is None else DONE
+    # One that had nothing to save says 143, too, which says nothing of the state that others had.
+    had_state = event.member in state.savers or member.step is not None
+    if exit_code([code]) == SAVED and not had_state:
+        code = DONE
     turn.change(code=exit_code([state.code, code]))
     if state.is_told and took_part:
         # Processes that still prepare for training would wait for this one, although they hold the state
