@@ -1,7 +1,7 @@
 """Exit codes: whether each end of a job says what is true, checked by a restart.
 
     python benchmarks/ends.py                 # all, about 25 minutes on 2 cores
-    python benchmarks/ends.py --only wrapper  # the ends whose names contain this
+    python benchmarks/ends.py --only wrapper  # the ends whose names match this
 
 Every row is a job of real processes that ends in some way: by signals, alone and in pairs, at some moment; by
 a hang, a full or read-only disk, an error or an exit of its script; because a process, a host or the
@@ -26,14 +26,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import IO
 
-import ends_script
+from jaxgoodput._worker import Worker
 
 TERM, INT, HUP, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL
-SCRIPT = ends_script.__file__
-START_S, END_S = 120.0, 90.0  # until a moment has come, and until the job has ended
+SCRIPT = str(pathlib.Path(__file__).resolve().with_name("ends_script.py"))
+GRACE_S = 30.0
+START_S, END_S = 400.0, 200.0  # until a moment has come, and until the job has ended
 SECRET = {"JAXGOODPUT_SECRET": "the secret of these ends"}
 
 
@@ -235,14 +237,66 @@ class Seen:
         return "" if is_said else "no message says what is safe"
 
 
+class CopyServer:
+    """A process that has imported everything and becomes the script in copies of itself, one at a time."""
+
+    def __init__(self, environ: Mapping[str, str]):
+        self._process = subprocess.Popen(
+            [sys.executable, SCRIPT, "--copies"],
+            env={**os.environ, **environ},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def start(self, folder: pathlib.Path, moment: str) -> "Copy":
+        """Start a copy, which runs the script with these arguments."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{folder}\t{moment}\n")
+        self._process.stdin.flush()
+        return Copy(int(self._process.stdout.readline()), self._process.stdout)
+
+    def close(self) -> None:
+        """End the process, between two copies."""
+        self._process.communicate()
+
+
+class Copy:
+    """A copy, with the methods of a `Popen` that a scene calls."""
+
+    def __init__(self, pid: int, statuses: IO[str]):
+        self.pid, self._code = pid, None
+        self._reader = Worker("status", lambda _: self._read(statuses))
+
+    def _read(self, statuses: IO[str]) -> None:
+        self._code = os.waitstatus_to_exitcode(int(statuses.readline()))
+
+    def poll(self) -> int | None:
+        return self._code
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        if not self._reader.join(timeout_s):
+            raise subprocess.TimeoutExpired(SCRIPT, timeout_s or 0.0)
+        assert self._code is not None
+        return self._code
+
+    def send_signal(self, signum: int) -> None:
+        if self._code is None:
+            os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        self.send_signal(KILL)
+
+
 class Scene:
     """The processes of one row; as a context manager it leaves none behind."""
 
-    def __init__(self, row: EndRow, folder: pathlib.Path):
-        self.row, self.folder = row, folder
+    def __init__(self, row: EndRow, folder: pathlib.Path, copies: CopyServer, environ):
+        self.row, self.folder, self.copies = row, folder, copies
+        self.environ = {**os.environ, **SECRET, **environ}
         (folder / "run").mkdir()
         self.output = folder / "output.txt"
-        self.children: dict[str, subprocess.Popen[bytes]] = {}
+        self.children: dict[str, subprocess.Popen[bytes] | Copy] = {}
         self.judged = "job"
 
     def __enter__(self) -> "Scene":
@@ -258,11 +312,11 @@ class Scene:
     def _start(self) -> None:
         words = [SCRIPT, str(self.folder), self.row.moment]
         script, run = [sys.executable, *words], [sys.executable, "-m", "jaxgoodput.cli", "run"]
-        run += ["--grace-s", str(ends_script.GRACE_S)]
+        run += ["--grace-s", str(GRACE_S)]
         kind, _, rest = self.row.launch.partition(" ")
         match kind:
             case "alone":
-                self.start("job", script)
+                self.children["job"] = self.copies.start(self.folder, self.row.moment)
             case "run":
                 self.start("job", [*run, "--nproc-per-node", "1", "--", *script])
             case "pair":
@@ -289,14 +343,14 @@ class Scene:
         for name in names:
             agent = [sys.executable, "-m", "jaxgoodput.cli", "agent", "--name", name]
             agent += ["--rdzv-endpoint", address, "--reconnect-s", "4", "--silent-s", "5"]
-            agent += ["--grace-s", str(ends_script.GRACE_S)]
+            agent += ["--grace-s", str(GRACE_S)]
             self.start(f"agent {name}", [*agent, "--", *script])
 
     def start(self, name: str, command: Sequence[str]) -> None:
         with self.output.open("ab") as output:
             self.children[name] = subprocess.Popen(
                 command,
-                env={**os.environ, **SECRET, "JAX_PLATFORMS": "cpu"},
+                env=self.environ,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -365,9 +419,9 @@ def repair(folder: pathlib.Path) -> None:
         checkpoints.unlink()
 
 
-def play(row: EndRow, folder: pathlib.Path) -> Seen:
+def play(row: EndRow, folder: pathlib.Path, copies: CopyServer, environ: Mapping[str, str]) -> Seen:
     """Start the job of a row, do to it what the row says, and start its script again afterwards."""
-    with Scene(row, folder) as scene:
+    with Scene(row, folder, copies, environ) as scene:
         scene.act()
         began_s = time.monotonic()
         try:
@@ -377,45 +431,51 @@ def play(row: EndRow, folder: pathlib.Path) -> Seen:
             scene.close()
             done = done_in(folder)
             repair(folder)
-    began = 0 if row.launch.startswith("usage") else restarted(folder)
-    return Seen(code, seconds, done, began, scene.text())
-
-
-def restarted(folder: pathlib.Path) -> int:
-    """Start the script again in the same workdir, and return the step with which it begins."""
-    subprocess.run(
-        [sys.executable, SCRIPT, str(folder), "restart"],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        timeout=START_S,
-        check=True,
-    )
-    return int((folder / "began").read_text())
+    text = scene.text()
+    if row.launch.startswith("usage"):
+        return Seen(code, seconds, done, 0, text)
+    copies.start(folder, "restart").wait(START_S)
+    return Seen(code, seconds, done, int((folder / "began").read_text()), text)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="rows whose name contains this")
-    rows = [row for row in ROWS if parser.parse_args().only in str(row)]
+    parser.add_argument("--only", default="", help="rows whose names match this expression")
+    only = parser.parse_args().only
+    rows = [row for row in ROWS if re.search(only, str(row))]
     print("Ends of jobs, and the steps at which their restarts begin\n", flush=True)
     print("| started | end | code | done | restart | s | holds |\n|---|---|---|---|---|---|---|")
-    broken = 0
-    for row in rows:
-        with tempfile.TemporaryDirectory() as name:
-            seen = play(row, pathlib.Path(name))
-        fault = seen.fault(row)
-        broken += bool(fault)
-        print(
-            f"| {row.launch} | {row.name} | {seen.code} | {seen.done} | {seen.began} | "
-            f"{seen.seconds:.1f} | {fault or 'yes'} |",
-            flush=True,
-        )
-        if fault:
-            print(seen.output[-6000:], file=sys.stderr, flush=True)
+    with contextlib.ExitStack() as stack:
+        environ = compiled_in(stack.enter_context(tempfile.TemporaryDirectory()))
+        copies = stack.enter_context(contextlib.closing(CopyServer(environ)))
+        broken = sum(played(row, copies, environ) for row in rows)
     print(f"\n{len(rows) - broken} of {len(rows)} hold", flush=True)
     return 1 if broken else 0
+
+
+def compiled_in(folder: str) -> dict[str, str]:
+    """Return variables with which all processes keep what they have compiled in one folder."""
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": folder,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+def played(row: EndRow, copies: CopyServer, environ: Mapping[str, str]) -> bool:
+    """Play a row and print it; return whether it does not hold."""
+    with tempfile.TemporaryDirectory() as name:
+        seen = play(row, pathlib.Path(name), copies, environ)
+    fault = seen.fault(row)
+    print(
+        f"| {row.launch} | {row.name} | {seen.code} | {seen.done} | {seen.began} | "
+        f"{seen.seconds:.1f} | {fault or 'yes'} |",
+        flush=True,
+    )
+    if fault:
+        print(seen.output[-6000:], file=sys.stderr, flush=True)
+    return bool(fault)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,11 @@
 `FOLDER/moment.NAME` appears when the moment has come, `FOLDER/steps.NAME` holds the steps that are done, and
 `FOLDER/pid.NAME` the number of the process; NAME is its host, or else its rank. With the moment "restart" it
 writes the step with which it begins to `FOLDER/began`, and ends.
+
+    python ends_script.py --copies
+
+reads lines `FOLDER MOMENT` from its input. For each it forks, and the copy goes on as the script: that saves
+it the imports. It prints the copy's number, and then how the copy ended (`os.waitpid`).
 """
 
 import contextlib
@@ -21,13 +26,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from ends import GRACE_S
 
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.train.config import Config, Evaluation, Execution, Reporting, Saving, Tuning
 from jaxgoodput.train.loop import Loop
 from jaxgoodput.train.trainer import Trainer
 
-GRACE_S, HANG_S = 12.0, 4.0
+HANG_S = 6.0
 ROWS = 16
 LAYERS = 150  # of a loss that takes seconds to compile
 AT = 10  # the step at which most moments come
@@ -196,6 +202,7 @@ class Ended(Trainer):
 def config(folder: pathlib.Path, moment: str) -> Config:
     every = float(AT) if moment in EVALUATING else None
     saves = 6.0 if moment in SAVING or moment.endswith("full disk") else None
+    hang_s = HANG_S if moment.startswith("hanging") else 600.0
     return Config(
         workdir=str(folder / "run"),
         batch=BatchLimits(base=ROWS, max=ROWS),
@@ -204,14 +211,34 @@ def config(folder: pathlib.Path, moment: str) -> Config:
         tuning=Tuning(accumulate=False),
         execution=Execution(compilation_cache=None),
         evaluation=Evaluation(every_base_steps=every),
-        saving=Saving(every_s=1e9, every_base_steps=saves, grace_s=GRACE_S, hang_after_s=HANG_S),
+        saving=Saving(every_s=1e9, every_base_steps=saves, grace_s=GRACE_S, hang_after_s=hang_s),
         reporting=Reporting(tensorboard=False, progress=False),
     )
 
 
+def serve_copies() -> list[str]:
+    """Fork for each line of the input. Returns the words of a line in the copy that is to obey them."""
+    for line in sys.stdin:
+        words = line.rstrip("\n").split("\t")
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            with open(os.path.join(words[0], "output.txt"), "ab") as output:
+                for stream in (1, 2):
+                    os.dup2(output.fileno(), stream)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            return words
+        print(pid, flush=True)
+        print(os.waitpid(pid, 0)[1], flush=True)
+    sys.exit()
+
+
 def main() -> None:
-    folder, moment = pathlib.Path(sys.argv[1]), sys.argv[2]
+    words = serve_copies() if sys.argv[1] == "--copies" else sys.argv[1:]
+    folder, moment = pathlib.Path(words[0]), words[1]
     jax.config.update("jax_platforms", "cpu")
+    if moment == "compilation":
+        jax.config.update("jax_compilation_cache_dir", None)
     if moment == "exit 0 before fit":
         sys.exit(0)
     task = Ended(config(folder, moment), folder, moment)

@@ -1,10 +1,12 @@
 """Each end of a job has an exit code that is true, as a restart shows: real processes, really ended."""
 
+import contextlib
 import dataclasses
 import importlib
 import pathlib
 import sys
 
+import compilations
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.multihost]
@@ -30,6 +32,17 @@ QUICK = (
 )
 
 
+@pytest.fixture(scope="module")
+def environ():
+    return {**compilations.JOBS, "JAX_PLATFORMS": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def copies(environ):
+    with contextlib.closing(ENDS.CopyServer(environ)) as server:
+        yield server
+
+
 def test_the_quick_ends_are_rows_of_the_campaign():
     assert {*QUICK} <= {str(row) for row in ENDS.ROWS}
     assert len(ENDS.ROWS) == len({str(row) for row in ENDS.ROWS}) >= 60
@@ -42,10 +55,10 @@ def test_the_quick_ends_are_rows_of_the_campaign():
         for row in ENDS.ROWS
     ],
 )
-def test_an_exit_code_says_what_was_done(row, tmp_path):
+def test_an_exit_code_says_what_was_done(row, tmp_path, copies, environ):
     if row.moment == "read-only disk":
         pytest.skip("needs root: benchmarks/ends.py mounts the disk")
-    seen = ENDS.play(row, tmp_path)
+    seen = ENDS.play(row, tmp_path, copies, environ)
     assert not seen.fault(row), (seen.fault(row), seen)
 
 
