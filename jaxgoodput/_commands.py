@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from jaxgoodput._exits import USAGE
 from jaxgoodput._fields.typed import number_in, path_in_words, shortened
-
-DONE, USAGE = 0, 2  # exit codes
 
 # The largest number of seconds, hours or GiB: threads cannot wait longer, and no disk holds more. And the
 # largest number of processes, hosts or devices, which are listed one by one.

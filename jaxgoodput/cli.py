@@ -13,6 +13,7 @@ import platform
 import re
 import select
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import NoReturn, TextIO
 
@@ -20,13 +21,14 @@ import shtab
 
 from jaxgoodput import __version__
 from jaxgoodput._commands import Commands
+from jaxgoodput._exits import MEANINGS
 
 _UNREAD = 141  # the exit code that a shell reports for a program that SIGPIPE ended
 
-_EPILOG = """\
-exit codes: 0 done; 143 saved and wants a restart (SIGTERM, SIGINT, SIGHUP); 75 the last step could not be
-saved; 1 a bug; 2 wrong usage.
-"""
+_EPILOG = textwrap.fill(
+    "exit codes: " + "; ".join(f"{code} {means}" for code, means in MEANINGS.items()) + ".",
+    width=106,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ ROOT = pathlib.Path(jaxgoodput.__file__).parent
 FLOORS = (
     {
         "_disk",
+        "_exits",
         "_hash",
         "_lazy",
         "_pytree",

@@ -6,7 +6,6 @@ import sys
 from typing import Any
 
 from jaxgoodput._commands import (
-    DONE,
     Commands,
     OneOf,
     argument,
@@ -18,6 +17,7 @@ from jaxgoodput._commands import (
     text,
     wrong,
 )
+from jaxgoodput._exits import DONE
 from jaxgoodput.launcher.host_list import NamedHost, read_host_file, read_host_list
 from jaxgoodput.launcher.variables import as_mapping, from_line, variable
 

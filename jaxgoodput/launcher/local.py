@@ -10,21 +10,23 @@ import contextlib
 import dataclasses
 import importlib.util
 import os
+import queue
 import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 
+from jaxgoodput._exits import DONE, SAVED, USAGE
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.launcher.roll_call import CONNECT_S
 from jaxgoodput.launcher.supervise import (
-    DONE,
-    SAVED,
-    USAGE,
+    ChildExit,
     ProcessesEnd,
+    StopSignal,
     UsageError,
     open_roll_call,
     say,
+    signals_to,
     supervise,
     told_within,
 )
@@ -161,37 +163,40 @@ def run_local(
     from jaxgoodput import _jax
 
     restarts = Restarts(max_restarts)
-    while True:
-        with contextlib.ExitStack() as stack:
-            coordinator = None
-            if num_processes > 1:
-                _jax.quiet_runtime_log()
-                service = _jax.start_coordination_service(num_processes)
-                stack.callback(service.shutdown)
-                coordinator = service.address
-            roll_call = open_roll_call(must_join=num_processes > 1, connect_s=connect_s)
-            stack.callback(roll_call.close)
-            env = WorkerEnv(
-                num_processes=num_processes,
-                process_id=0,
-                coordinator=coordinator,
-                job_id=f"local-{os.getpid()}",
-                devices_per_process=devices_per_process,
-                restart=restarts.num,
-                grace_s=grace_s,
-            )
-            end = supervise(
-                [command] * num_processes,
-                _environs(env, variables or {}),
-                prefix_output=True,
-                grace_s=grace_s,
-                crash_grace_s=crash_grace_s,
-                clock=clock or SystemClock(),
-                roll_call=roll_call,
-            )
-        pause_s = restarts.pause_s(end)
-        if pause_s is None or told_within(pause_s):
-            return end.code
+    events: queue.SimpleQueue[ChildExit | StopSignal] = queue.SimpleQueue()
+    with signals_to(events):  # also between two attempts, and while this host's services end
+        while True:
+            with contextlib.ExitStack() as stack:
+                coordinator = None
+                if num_processes > 1:
+                    _jax.quiet_runtime_log()
+                    service = _jax.start_coordination_service(num_processes)
+                    stack.callback(service.shutdown)
+                    coordinator = service.address
+                roll_call = open_roll_call(must_join=num_processes > 1, connect_s=connect_s)
+                stack.callback(roll_call.close)
+                env = WorkerEnv(
+                    num_processes=num_processes,
+                    process_id=0,
+                    coordinator=coordinator,
+                    job_id=f"local-{os.getpid()}",
+                    devices_per_process=devices_per_process,
+                    restart=restarts.num,
+                    grace_s=grace_s,
+                )
+                end = supervise(
+                    [command] * num_processes,
+                    _environs(env, variables or {}),
+                    prefix_output=True,
+                    grace_s=grace_s,
+                    crash_grace_s=crash_grace_s,
+                    clock=clock or SystemClock(),
+                    roll_call=roll_call,
+                    events=events,
+                )
+            pause_s = restarts.pause_s(end)
+            if pause_s is None or told_within(pause_s, events):
+                return end.code
 
 
 def _require_a_process(num_processes: int) -> None:
@@ -299,7 +304,9 @@ def run_coordinated(
         "JAXGOODPUT_NUM_PROCESSES": str(num_processes),
         "JAXGOODPUT_GRACE_S": str(grace_s),
     }
+    events: queue.SimpleQueue[ChildExit | StopSignal] = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(signals_to(events))
         stack.callback(service.shutdown)
         end = supervise(
             [command],
@@ -308,5 +315,6 @@ def run_coordinated(
             grace_s=grace_s,
             crash_grace_s=0.0,
             clock=clock or SystemClock(),
+            events=events,
         )
     return end.code

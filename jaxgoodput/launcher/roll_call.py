@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxgoodput import _wire as wire
+from jaxgoodput._exits import FAILED, ProcessFacts, process_exit
 from jaxgoodput.launcher.elastic.listener import Listener
 
 VARIABLE = "JAXGOODPUT_ROLL_CALL"
@@ -102,28 +103,39 @@ class RollCall:
         return answer.pid if _has(answer.pid, self.environ(worker)[VARIABLE]) else None
 
     def true_code(
-        self, worker: str, command: Sequence[str], pid: int, code: int
+        self,
+        worker: str,
+        command: Sequence[str],
+        pid: int,
+        code: int,
+        last_step: int | None = None,
     ) -> tuple[int, str]:
         """Return how a worker ended whose command, with this number, has ended with this code; and why.
 
-        The reason is empty if the code is the command's. A wrapper may hide the code of the run in it.
+        The reason is empty if the code is the command's; see `process_exit`. `last_step` is the last step
+        that the worker's present run has reported.
         """
         with self._lock:
             answer = self._answers.get(worker)
         if answer is None:
-            return (code, "") if code or not self.must_join else (1, self._missing(command))
-        if answer.pid == pid or not answer.has_trained:
-            return code, ""
-        answer.is_gone.wait(_LAST_WORD_S)
-        run = 1 if answer.code is None else answer.code
-        shown = code if code >= 0 else 128 - code
-        if shown in (0, 143) and run not in (0, shown):
-            said = "was ended from outside" if answer.code is None else f"ended with code {run}"
-            return run, (
-                f"`{shlex.join(command)}` ended with code {code}, but the run in it (process {answer.pid}) "
-                f"{said}"
+            return (code, "") if code or not self.must_join else (FAILED, self._missing(command))
+        if answer.has_trained:
+            answer.is_gone.wait(_LAST_WORD_S)
+        found = process_exit(
+            ProcessFacts(
+                code=code,
+                has_begun=answer.has_trained,
+                run_code=answer.code,
+                last_step=last_step,
+                is_wrapped=answer.pid != pid,
             )
-        return code, ""
+        )
+        if not found.why:
+            return found.code, ""
+        return found.code, (
+            f"`{shlex.join(command)}` ended with code {code}, but the run in it (process {answer.pid}) "
+            f"{found.why}"
+        )
 
     def _missing(self, command: Sequence[str]) -> str:
         return (

@@ -1,5 +1,6 @@
 """Runs a set of child processes to their common end: passes signals on and leaves none behind."""
 
+import atexit
 import collections
 import contextlib
 import os
@@ -14,13 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any, BinaryIO, TextIO
 
+from jaxgoodput._exits import DONE, FAILED, SAVED, UNSAVED, exit_code
 from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock
 from jaxgoodput.launcher.roll_call import RollCall
 from jaxgoodput.launcher.worker import pipe_name
-
-# Exit codes of every command and worker. NOT_SAVED (EX_TEMPFAIL): the last step could not be saved.
-DONE, FAILED, USAGE, NOT_SAVED, SAVED = 0, 1, 2, 75, 143
 
 _OUTPUT_DRAIN_S = 5.0
 _LAST_LINES = 15  # of a failed process, repeated at the end
@@ -59,19 +58,6 @@ class StopSignal:
     signum: int
 
 
-def exit_code(codes: Sequence[int]) -> int:
-    """Return the exit code of a set of processes, whose codes are given in the order of their ends.
-
-    0 if all are done, 143 if all are done or saved, otherwise the first other code. -n means signal n.
-
-    >>> exit_code([0, 143, 0]), exit_code([143, -9, 1])
-    (143, 137)
-    """
-    shell = [128 - code if code < 0 else code for code in codes]
-    bad = [code for code in shell if code not in (DONE, SAVED)]
-    return bad[0] if bad else max(shell, default=DONE)
-
-
 def supervise(
     commands: Sequence[Sequence[str]],
     environs: Sequence[Mapping[str, str]],
@@ -82,6 +68,7 @@ def supervise(
     clock: Clock,
     still_s: float = _STILL_S,
     roll_call: RollCall | None = None,
+    events: "queue.SimpleQueue[ChildExit | StopSignal] | None" = None,
 ) -> ProcessesEnd:
     """Run all commands at once, command i with `environs[i]`, and wait until all have ended.
 
@@ -99,14 +86,16 @@ def supervise(
     * If this process itself is killed, processes that watch the pipe JAXGOODPUT_LIFELINE
       (`worker.initialize`) die too.
 
-    Call it in the main thread: signals cannot be received in any other.
+    Call it in the main thread: signals cannot be received in any other. If the caller has directed them to a
+    queue already (`signals_to`), to hear the ones before and after as well, it passes this queue as `events`.
 
     Raises:
         OSError: a command cannot be started; none is left running.
     """
-    events: queue.SimpleQueue[ChildExit | StopSignal] = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(signals_to(events))
+        if events is None:
+            events = queue.SimpleQueue()
+            stack.enter_context(signals_to(events))
         lifeline, held = os.pipe()
         stack.callback(os.close, held)
         processes: list[Child] = []
@@ -129,15 +118,12 @@ def open_roll_call(*, must_join: bool, connect_s: float) -> RollCall:
     )
 
 
-def told_within(seconds: float) -> bool:
-    """Wait for a signal to stop, for `seconds` at most; return whether one came."""
-    events: queue.SimpleQueue[ChildExit | StopSignal] = queue.SimpleQueue()
-    with signals_to(events):
-        try:
-            events.get(timeout=seconds)
-        except queue.Empty:
-            return False
-        return True
+def told_within(seconds: float, events: "queue.SimpleQueue[Any]") -> bool:
+    """Wait until a signal to stop comes to `events`, for `seconds` at most; return whether one has come."""
+    try:
+        return isinstance(events.get(timeout=seconds), StopSignal)
+    except queue.Empty:
+        return False
 
 
 @dataclass(eq=False)
@@ -267,7 +253,7 @@ def how_it_ended(code: int) -> str:
     """
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
-    return "its last step could not be saved (75)" if code == NOT_SAVED else f"exit code {code}"
+    return "its last step could not be saved (75)" if code == UNSAVED else f"exit code {code}"
 
 
 def say(message: str) -> None:
@@ -280,7 +266,8 @@ def signals_to(events: "queue.SimpleQueue[Any]") -> Iterator[None]:
     """Put SIGTERM, SIGINT and SIGHUP on a queue as `StopSignal`s inside the block.
 
     The former handlers come back at its end. SIGHUP is left alone if it is ignored (nohup). Outside the main
-    thread nothing happens.
+    thread nothing happens. While Python shuts down, the signals are ignored if their handlers are Python's
+    own: the exit code is known then, and death by a late SIGTERM would look like 143.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -295,6 +282,14 @@ def signals_to(events: "queue.SimpleQueue[Any]") -> Iterator[None]:
     finally:
         for kind, handler in zip(kinds, before, strict=True):
             signal.signal(kind, handler)
+        atexit.unregister(_ignore_signals)
+        atexit.register(_ignore_signals)  # last, so that it comes before the other functions
+
+
+def _ignore_signals() -> None:
+    for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(kind) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(kind, signal.SIG_IGN)
 
 
 def _switches_while_stopped(pid: int) -> int | None:
@@ -334,6 +329,7 @@ class Child:
         self.began: int | None = None  # first step that it reported
         self.step: int | None = None  # last step that it reported
         self.beat_s: float | None = None  # time of its last heartbeat; None if it does not train
+        self._run_step: int | None = None  # last step that its present run reported; None: no run
         called = {} if roll_call is None else roll_call.environ(str(rank))
         beats, beaten = os.pipe()
         try:
@@ -424,9 +420,10 @@ class Child:
         with beats:
             for line in beats:
                 if line == "\n":  # it trains no more
-                    self.beat_s = None
+                    self.beat_s = self._run_step = None
                     continue
-                self.step, self.beat_s = int(line), self._clock.now()
+                self.step = self._run_step = int(line)
+                self.beat_s = self._clock.now()
                 if self.began is None:
                     self.began = self.step
 
@@ -458,7 +455,9 @@ class Child:
             return ChildExit(self._rank, FAILED, self._overdue)
         if self._roll_call is None:
             return ChildExit(self._rank, code)
-        found = self._roll_call.true_code(str(self._rank), self._command, self._child.pid, code)
+        found = self._roll_call.true_code(
+            str(self._rank), self._command, self._child.pid, code, self._run_step
+        )
         self._roll_call.let_go(str(self._rank))
         return ChildExit(self._rank, *found)
 

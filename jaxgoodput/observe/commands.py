@@ -4,7 +4,8 @@ import importlib.util
 import json
 import sys
 
-from jaxgoodput._commands import DONE, Commands, argument, port, switch, text, wrong
+from jaxgoodput._commands import Commands, argument, port, switch, text, wrong
+from jaxgoodput._exits import DONE
 
 _WORKDIRS = argument("workdirs", "WORKDIR", "the --workdir of a run", nargs="+")
 

@@ -16,6 +16,7 @@ from typing import ClassVar
 import jax
 import numpy as np
 
+from jaxgoodput._exits import SAVED, UNSAVED, RunFacts, run_exit
 from jaxgoodput._jax import PeerGone, found_by_debugging
 from jaxgoodput.engine.memory import OutOfMemory, shortage_in
 from jaxgoodput.engine.state import TrainState
@@ -28,8 +29,6 @@ from jaxgoodput.train.watcher import StepResult
 # A step is dispatched once the step this many before it is done: one runs, one waits behind it.
 DEPTH = 2
 
-SAVED, UNSAVED = 143, 75  # exit codes; 75 is EX_TEMPFAIL of <sysexits.h>
-
 
 class Preempted(SystemExit):
     """The run was asked to stop, and its state is saved. Exit code 143 asks for a restart.
@@ -41,6 +40,11 @@ class Preempted(SystemExit):
         super().__init__(SAVED)
         self.step = step
         self.signal_name = signal_name
+
+    def __str__(self) -> str:
+        step = self.step or 0
+        facts = RunFacts(stopped_by=self.signal_name, last_step=step, saved_step=step)
+        return f"stopped by {self.signal_name}: {run_exit(facts).why}"
 
 
 class NotSaved(SystemExit):
@@ -58,8 +62,8 @@ class NotSaved(SystemExit):
         self.state = state
 
     def __str__(self) -> str:
-        safe = "no step is" if self.safe_step is None else f"step {self.safe_step} is"
-        return f"step {self.step} could not be saved ({self.why}); {safe} safe"
+        facts = RunFacts(last_step=self.step, saved_step=self.safe_step or 0, unsaved_why=self.why)
+        return run_exit(facts).why
 
 
 class Stopping(Exception):

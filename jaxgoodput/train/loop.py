@@ -17,6 +17,7 @@ import numpy as np
 from absl import logging
 from jaxtyping import Array
 
+from jaxgoodput._exits import DONE, Exit
 from jaxgoodput._fields import serial
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.loader import StepBatch
@@ -185,11 +186,11 @@ class Loop:
             raise
         finally:
             self._finish(ending.reason)
-        if ending.error is not None:
+        if ending.error is not None and not (failure and _says_done(ending.error)):
             self._raise_error(ending.error, is_saved=must_save or self.now.step == first)
         if failure is not None:
             logging.error("%s", failure)  # Python prints nothing for a SystemExit
-            raise failure
+            raise failure from ending.error
         if ending.stopped_by:
             raise Preempted(self.now.step, ending.stopped_by)
         return self.now.state
@@ -224,14 +225,16 @@ class Loop:
             return self._train(first)
         except Diverged:
             raise  # the state is not worth saving
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a script may call sys.exit() in a hook
             # A lost peer comes first, even if a stop was requested: the processes that wait for each other
             # then have one of them save.
             ended_by = self.kind.ended_by(error)
             if ended_by is not None:
                 self._ending.regroup = ended_by
             else:
-                self._ending.error = self._explained(error)
+                self._ending.error = (
+                    self._explained(error) if isinstance(error, Exception) else error
+                )
                 self.kind.decisions.leave()
             return False
 
@@ -506,9 +509,9 @@ class Loop:
         """Save the last step from another thread; see `Saver.save_aside`."""
         self._saver.save_aside()
 
-    def farewell(self) -> tuple[int, str]:
+    def farewell(self) -> Exit:
         """Return the exit code for what is safe now, and a sentence on it."""
-        return self._saver.farewell()
+        return self._saver.farewell(self.requests.signal or "peer")
 
     def _hook_failed(self, error: BaseException) -> None:
         """Stop and save in all processes, then raise: a hook or the analysis failed, not the computation."""
@@ -554,6 +557,11 @@ def _analyst_of(
         known = start.restored
         analyst.restore(known.timings, known.statistics_every, findings, explored, known.samples)
     return analyst
+
+
+def _says_done(error: BaseException) -> bool:
+    """Whether an error ends the process with the exit code of a run that is done: `sys.exit()`."""
+    return isinstance(error, SystemExit) and error.code in (None, DONE)
 
 
 def _named(error: BaseException) -> str:

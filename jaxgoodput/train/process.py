@@ -21,12 +21,13 @@ from absl import logging
 from jax.experimental.compilation_cache import compilation_cache
 
 import jaxgoodput
+from jaxgoodput._exits import DONE, FAILED, INTERRUPTED, Exit, RunFacts, run_exit
 from jaxgoodput._jax import Compilation, listen_for_compilations, waits_for_xla
 from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.train.config import Config, Saving
-from jaxgoodput.train.control import SAVED, UNSAVED, NotSaved, Preempted, Requests
+from jaxgoodput.train.control import NotSaved, Preempted, Requests
 from jaxgoodput.train.runs.membership import Membership
 from jaxgoodput.workdir.copies import COMPILED
 from jaxgoodput.workdir.places import workdir_of
@@ -139,14 +140,14 @@ def reported(link: LauncherLink) -> Iterator[None]:
     except BaseException as error:
         link.report(_code_of(error))
         raise
-    link.report(0)
+    link.report(DONE)
 
 
 def _code_of(error: BaseException) -> int:
     """Return the exit code of a program that this exception ends."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
-    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
 
 
 # SIGHUP comes when the terminal or the connection of a run is closed.
@@ -174,7 +175,7 @@ class GuardedLoop(Protocol):
         """Save the last step from another thread than the loop's."""
         ...
 
-    def farewell(self) -> tuple[int, str]:
+    def farewell(self) -> Exit:
         """Return the exit code for what is safe now, and a sentence on it."""
         ...
 
@@ -217,6 +218,11 @@ class StopGuard:
         self._read, self.pipe = os.pipe()
         os.set_blocking(self.pipe, False)  # a signal handler must not wait
         self._worker = Worker("guard", self._run, on_error=_log_guard_failure)
+
+    @property
+    def grace_s(self) -> float:
+        """How long the process may take to end after a stop."""
+        return self._grace_s
 
     @property
     def is_ready(self) -> bool:
@@ -281,7 +287,7 @@ class StopGuard:
             if now_s - self._stop_s < LEAVE_SHARE * self._grace_s:
                 return False
             if not threading.main_thread().is_alive():
-                self._leave(self._code, f"some threads do not end:\n{stacks()}")
+                self._leave(Exit(self._code, f"some threads do not end:\n{stacks()}"))
             return True  # the script goes on with something else
         if self._stop_s is None:
             self._feel(pulse, now_s)
@@ -329,7 +335,7 @@ class StopGuard:
         in_a_hurry = self._hurry_s is not None and now_s - self._hurry_s >= PROMPT_S
         if self._loop is None:
             if waited_s >= min(PROMPT_S, leave_s) or in_a_hurry:
-                self._leave(SAVED, "told to stop before the first step: there is nothing to save")
+                self._leave(self._empty_handed("before the first step"))
             return
         if waited_s >= HELP_SHARE * self._grace_s and not self._has_helped:
             self._has_helped = self._requests.is_overdue = True
@@ -337,10 +343,9 @@ class StopGuard:
             save = self._loop.save_aside
             Worker("save-aside", lambda _: save(), on_error=_log_save_failure)
         if waited_s >= leave_s or in_a_hurry:
-            code, why = self._loop.farewell()
-            self._leave(
-                code, f"{why}. The run did not end by itself; what its threads do:\n{stacks()}"
-            )
+            end = self._loop.farewell()
+            why = f"{end.why}. The run did not end by itself; what its threads do:\n{stacks()}"
+            self._leave(Exit(end.code, why))
 
     def cannot_interrupt(self) -> None:
         """Handle a stop that comes while the main thread waits for XLA, without raising an exception there.
@@ -350,19 +355,21 @@ class StopGuard:
         `PROMPT_S` after a second SIGINT. An interactive session, which is never ended, waits in both cases.
         """
         if not self.is_ready:
-            self._leave(
-                SAVED,
-                "told to stop while compiling: there is nothing to save",
-            )
+            self._leave(self._empty_handed("while compiling"))
 
-    def _leave(self, code: int, why: str) -> None:
+    def _empty_handed(self, when: str) -> Exit:
+        """Return how a run ends that was told to stop before it had a loop."""
+        end = run_exit(RunFacts(stopped_by=self._requests.signal or "a signal"))
+        return Exit(end.code, f"told to stop {when}: {end.why}")
+
+    def _leave(self, end: Exit) -> None:
         if hasattr(sys, "ps1"):  # never end an interactive session
             return
-        logging.error("the process ends with code %d: %s", code, why)
+        logging.error("the process ends with code %d: %s", end.code, end.why)
         logging.flush()
         sys.stdout.flush()
-        self._report(code)
-        self._end(code)
+        self._report(end.code)
+        self._end(end.code)
 
 
 @dataclass(frozen=True)
@@ -377,8 +384,14 @@ class _Resting:
     def save_aside(self) -> None:
         return None
 
-    def farewell(self) -> tuple[int, str]:
-        return UNSAVED, f"step {self.done} is in memory while processes come and go, and not saved"
+    def farewell(self) -> Exit:
+        facts = RunFacts(
+            stopped_by="stop",
+            last_step=self.done,
+            saved_step=None,
+            unsaved_why="it is in memory while processes come and go",
+        )
+        return run_exit(facts)
 
 
 def _log_guard_failure(error: BaseException) -> None:
@@ -412,22 +425,23 @@ def guarded(config: Config, requests: Requests, clock: Clock) -> Iterator[StopGu
     """Guard the block: SIGTERM, SIGINT and SIGHUP ask to save and stop, and a second SIGINT interrupts.
 
     Before the guard has a loop to watch, there is nothing to save, and the signals raise `Preempted` at once.
-    A signal that comes too late to be obeyed is passed to the handler that was there before.
+    A signal that comes too late to be obeyed is passed to the handler that was there before. After a run that
+    a signal has stopped, the same signals say nothing new; see `_stay_deaf`.
     """
     guard = StopGuard(requests, config.saving, clock, launched=launched())
     # Python allows signal handlers on the main thread only. Elsewhere, request_stop() takes their place.
     is_main = threading.current_thread() is threading.main_thread()
     try:
-        with _heeded(guard, requests) if is_main else contextlib.nullcontext():
+        with _heeded(guard, requests, clock) if is_main else contextlib.nullcontext():
             yield guard
     except (Preempted, NotSaved) as ended:
-        code = SAVED if isinstance(ended, Preempted) else UNSAVED
-        atexit.register(_exit_beside_threads, code)
-        guard.linger(code)
+        assert isinstance(ended.code, int)
+        atexit.register(_exit_beside_threads, ended.code)
+        guard.linger(ended.code)
         raise
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
-            atexit.register(_exit_beside_threads, 128 + signal.SIGINT)
+            atexit.register(_exit_beside_threads, INTERRUPTED)
         guard.close()
         raise
     guard.close()
@@ -448,7 +462,7 @@ def _exit_beside_threads(code: int) -> None:
 
 
 @contextlib.contextmanager
-def _heeded(guard: StopGuard, requests: Requests) -> Iterator[None]:
+def _heeded(guard: StopGuard, requests: Requests, clock: Clock) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in STOPS}
     if before[signal.SIGHUP] is signal.SIG_IGN:  # nohup
         del before[signal.SIGHUP]
@@ -487,11 +501,44 @@ def _heeded(guard: StopGuard, requests: Requests) -> Iterator[None]:
             signal.signal(number, ask)
         with _hiding(is_stop):
             yield
+    except (Preempted, NotSaved):
+        if heard:
+            _stay_deaf(before, heard, clock, until_s=clock.now() + guard.grace_s)
+        raise
     finally:
         in_child.clear()  # the registered function cannot be removed
         give_back()
     if heard:
         signal.raise_signal(heard[0])
+
+
+def _stay_deaf(before: dict[int, Any], heard: list[int], clock: Clock, *, until_s: float) -> None:
+    """Ignore repeated stop signals while the process ends, in place of Python's own handlers in `before`.
+
+    Schedulers and launchers repeat themselves, and the process would end by the second signal instead of with
+    the exit code that says what is saved. A second SIGINT interrupts all the same. After `until_s` a signal
+    does what it did before the run, because the script may go on with something else. So do, at any time,
+    handlers of the script's own.
+    """
+
+    def again(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        if number == signal.SIGINT and heard.count(number) > 1:
+            signal.default_int_handler(number, frame)
+        if clock.now() >= until_s:
+            signal.signal(number, defaults[number])
+            signal.raise_signal(number)
+
+    def ignore_at_exit() -> None:
+        # Python sets its own handlers before the process ends, but leaves ignored signals alone.
+        for number in defaults:
+            if signal.getsignal(number) is again:
+                signal.signal(number, signal.SIG_IGN)
+
+    own = (signal.SIG_DFL, signal.default_int_handler)
+    defaults = {number: handler for number, handler in before.items() if handler in own}
+    before.update(dict.fromkeys(defaults, again))
+    atexit.register(ignore_at_exit)
 
 
 @contextlib.contextmanager

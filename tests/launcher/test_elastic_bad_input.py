@@ -16,7 +16,7 @@ import processes
 import pytest
 
 from jaxgoodput import cli
-from jaxgoodput.launcher.supervise import exit_code
+from jaxgoodput._exits import exit_code
 
 pytestmark = pytest.mark.multihost
 

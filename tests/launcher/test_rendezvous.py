@@ -607,6 +607,48 @@ def test_told_to_stop_while_they_wait_the_one_that_came_furthest_saves():
     assert actions == [ev.EndJob(143, "all processes have ended")]
 
 
+def stepping(limits, *names):
+    """A job whose processes have done step 1 of their first generation."""
+    machine = trained(limits, *names)
+    beats = [ev.Beat(name, 1, step) for step in (0, 1) for name in names]
+    return run(machine, *beats)[0]
+
+
+def code_of(machine, *events):
+    """The exit code with which these events end a job."""
+    (end,) = [x for x in run(machine, *events)[1] if isinstance(x, ev.EndJob)]
+    return end.code
+
+
+def test_a_job_is_not_saved_by_a_process_that_had_nothing_to_save():
+    machine = stepping(FAST, "a")
+    # The only one that trained dies while its host leaves; another comes, and is told to stop as it starts.
+    machine, _ = run(machine, ev.ProcessExited("a", -9), ev.Leave("a"))
+    machine, _ = run(machine, ev.ProcessJoined("b", "b"), ev.Stop())
+    assert code_of(machine, ev.ProcessExited("b", 143)) == 75
+    # If it had begun to train, it knows what it says.
+    machine = stepping(FAST, "a")
+    machine, _ = run(machine, ev.Stop())
+    assert code_of(machine, ev.ProcessExited("a", 143)) == 143
+    # Nothing was done yet.
+    machine = trained(FAST, "a")
+    machine, _ = run(machine, ev.Stop())
+    assert code_of(machine, ev.ProcessExited("a", 143)) == 143
+
+
+def test_if_one_process_is_told_to_stop_another_saves_what_they_hold():
+    machine = stepping(FAST, "a", "b")
+    machine, actions = run(machine, ev.ProcessExited("a", 143), ev.Ready("b", 1, 1))
+    assert ev.Save(("b",), 1) in actions
+    assert code_of(machine, ev.ProcessExited("b", 143)) == 143
+
+
+@pytest.mark.parametrize("begin, code", [(trained, 1), (stepping, 75)])
+def test_a_job_that_fails_because_sigterm_ends_its_processes_has_not_saved(begin, code):
+    machine = begin(dataclasses.replace(FAST, max_restarts=0), "a")
+    assert code_of(machine, ev.ProcessExited("a", -15)) == code
+
+
 def check(seconds=1e-3, **fields):
     return Check(product_s=seconds, round_trip_s=1e-4, send_s=1e-3, **fields)
 
@@ -783,7 +825,8 @@ def test_what_a_joiner_has_fetched_counts_when_whoever_gave_it_has_gone():
 
 def test_a_job_that_is_told_to_stop_before_anybody_came_wants_a_restart():
     machine = Rendezvous(limits=FAST)
-    assert run(machine, ev.Stop())[1] == [ev.EndJob(143, "all processes have ended")]
+    why = "all processes have ended: no step was done, so there is nothing to save"
+    assert run(machine, ev.Stop())[1] == [ev.EndJob(143, why)]
 
 
 def test_fewer_than_a_group_is_nothing_to_wait_with_for_ever():

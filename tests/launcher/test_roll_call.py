@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxgoodput._exits import ProcessFacts, process_exit
 from jaxgoodput.launcher.roll_call import VARIABLE, AlreadyJoined, RollCall, RollCallLink
-from jaxgoodput.launcher.supervise import exit_code
 
 COMMAND = ["env", "X=1", "python", "train.py"]
 
@@ -119,24 +119,26 @@ runs = st.lists(st.sampled_from([None, 0, 143, 75, 1]), max_size=3)
 own = os.getpid()
 
 
-@given(codes, runs, st.booleans())
-def test_a_code_is_at_least_as_bad_as_the_run_in_the_wrapper(code, reports, is_wrapped):
+@given(codes, runs, st.booleans(), st.none() | st.integers(0, 9))
+def test_a_code_is_at_least_as_bad_as_the_last_run(code, reports, is_wrapped, last_step):
     made = RollCall(must_join=True, connect_s=7.0, on_error=lambda error: None)
     try:
         link = answer(made, "0")
         for report in reports:
             link.report(report)
         gone(link, made, "0")
-        found, why = made.true_code("0", COMMAND, own - is_wrapped, code)
+        found, why = made.true_code("0", COMMAND, own - is_wrapped, code, last_step)
     finally:
         made.close()
-    # A run that was cut off has failed.
-    run = (1 if reports[-1] is None else reports[-1]) if reports and is_wrapped else 0
-    if exit_code([code]) in (0, 143):
-        assert exit_code([found]) == exit_code([run, code])
-    else:
-        assert found == code, "the command itself says that it failed"
-    assert bool(why) == (found != code)
+    facts = ProcessFacts(
+        code=code,
+        has_begun=bool(reports),
+        run_code=reports[-1] if reports else None,
+        last_step=last_step,
+        is_wrapped=is_wrapped,
+    )
+    assert found == process_exit(facts).code
+    assert bool(why) == bool(process_exit(facts).why)
     assert not why or "env X=1 python train.py" in why
 
 

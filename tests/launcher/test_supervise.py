@@ -14,14 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import gone, signal_soon
 
+from jaxgoodput._exits import DONE, SAVED, exit_code
 from jaxgoodput.clock import FakeClock, SystemClock
 from jaxgoodput.launcher.supervise import (
-    DONE,
     LONGEST_LINE,
-    SAVED,
     Child,
     ProcessesEnd,
-    exit_code,
+    signals_to,
     supervise,
     told_within,
 )
@@ -182,8 +181,10 @@ def test_a_signal_ends_a_pause(tmp_path):
 
     threading.Thread(target=touch_when_handled, daemon=True).start()
     signal_soon(signal.SIGTERM, ready)
-    assert told_within(600.0)
-    assert not told_within(0.01)
+    events = queue.SimpleQueue()
+    with signals_to(events):
+        assert told_within(600.0, events)
+        assert not told_within(0.01, events)
 
 
 @pytest.mark.parametrize("deaf", ["", "trap '' TERM;"])

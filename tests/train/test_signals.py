@@ -206,6 +206,70 @@ def test_only_a_second_sigint_interrupts(tmp_path, own_handlers, signals):
     assert given_back(own_handlers)
 
 
+AFTER = """
+    import os, signal, sys, time
+    from jaxgoodput.clock import SystemClock
+    from jaxgoodput.goodput.search import BatchLimits
+    from jaxgoodput.train.config import Config, Saving
+    from jaxgoodput.train.control import NotSaved, Preempted, Requests
+    from jaxgoodput.train.process import guarded
+
+    first, ends, caught, *later = sys.argv[1:]
+    config = Config(
+        workdir="x", batch=BatchLimits(base=1, max=1), epochs=1,
+        saving=Saving(grace_s=0.1 if caught == "late" else 60.0),
+    )
+    requests = Requests()
+
+    def send(name):
+        os.kill(os.getpid(), getattr(signal, name))
+        time.sleep(0.05)
+
+    class Loop:
+        done = 3
+        def pulse(self): return None
+        def save_aside(self): return None
+
+    try:
+        with guarded(config, requests, SystemClock()) as guard:
+            guard.watch(Loop())
+            send(first)
+            raise Preempted(3, first) if ends == "saved" else NotSaved(3, 2, "why")
+    except SystemExit:
+        if caught == "late":
+            time.sleep(0.3)
+        for name in later:
+            send(name)
+        if caught == "no":
+            raise
+"""
+
+
+def ended_after(first, ends, caught, *later):
+    command = [sys.executable, "-c", textwrap.dedent(AFTER), first, ends, caught, *later]
+    environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "first, ends, caught, later, code",
+    [
+        ("SIGTERM", "saved", "no", ("SIGINT",), 143),
+        ("SIGTERM", "unsaved", "no", ("SIGTERM",), 75),
+        ("SIGINT", "unsaved", "no", ("SIGTERM", "SIGHUP"), 75),
+        ("SIGINT", "saved", "no", ("SIGTERM", "SIGINT"), -signal.SIGINT),
+        ("SIGTERM", "saved", "yes", ("SIGTERM", "SIGHUP"), 0),
+        ("SIGTERM", "saved", "late", ("SIGTERM",), -signal.SIGTERM),
+    ],
+)
+def test_signals_after_a_stopped_run_do_not_change_what_the_exit_code_says(
+    first, ends, caught, later, code
+):
+    ended = ended_after(first, ends, caught, *later)
+    assert ended.returncode == code, ended.stderr
+
+
 def test_handlers_are_given_back_after_an_error(tmp_path, own_handlers):
     with pytest.raises(ValueError, match="data set of 8"):
         Counting(counting_config(tmp_path), num_samples=8).fit()

@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 from problems import Counting, Evaluated, InStep, Mean, Recorder, config, counting_config, rows
 
+from jaxgoodput._exits import Exit
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.observe import hooks as hooking
 from jaxgoodput.observe.events import Checkpoint, FitEnd, FitStart, Preempt, StepEnd
@@ -311,7 +312,7 @@ class Looped:
         self.saves.set()
 
     def farewell(self):
-        return (143, "all is saved") if self.is_safe else (75, "step 3 is safe")
+        return Exit(143, "all is saved") if self.is_safe else Exit(75, "step 3 is safe")
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from absl import logging
 
+from jaxgoodput._exits import DONE, USAGE
 from jaxgoodput.clock import Clock
 from jaxgoodput.cluster.service.node.process import die_with_parent
-from jaxgoodput.cluster.service.wire import DONE, USAGE
 
 ENGINE = "engine"  # a folder in the service's folder, locked by the process that runs the engine
 LOOK_S, AGAIN_S = 0.5, 2.0

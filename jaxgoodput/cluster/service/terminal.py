@@ -19,12 +19,13 @@ from rich.live import Live
 from rich.table import Table
 
 from jaxgoodput._disk import InUse, held
+from jaxgoodput._exits import DONE, FAILED, USAGE
 from jaxgoodput._fields.serial import decode, encode, parse
 from jaxgoodput.clock import SystemClock
 from jaxgoodput.cluster.client import Client, RequestRefused, Unreachable, read_token
 from jaxgoodput.cluster.service import wire
 from jaxgoodput.cluster.service.web.show import progress, state_in_words
-from jaxgoodput.cluster.service.wire import DONE, FAILED, USAGE, Receipt
+from jaxgoodput.cluster.service.wire import Receipt
 from jaxgoodput.launcher.variables import as_mapping
 from jaxgoodput.specs import JobSpec, Node
 from jaxgoodput.text import compact, count, seconds

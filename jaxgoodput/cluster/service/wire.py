@@ -20,8 +20,6 @@ T = TypeVar("T")
 VERSION = 2
 """The version of the protocol. The service refuses agents of another version."""
 
-DONE, FAILED, USAGE = 0, 1, 2  # exit codes of agents and commands
-
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 MOST_WORDS, LONGEST_WORD = 1000, 10_000
 LONGEST_PATH = 4096

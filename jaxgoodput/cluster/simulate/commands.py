@@ -6,7 +6,8 @@ import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxgoodput._commands import DONE, Commands, OneOf, folder, number, switch, text, wrong
+from jaxgoodput._commands import Commands, OneOf, folder, number, switch, text, wrong
+from jaxgoodput._exits import DONE
 
 _OPTIONS = (
     text("--policy", "A,B,...", "names of policies, see --list (default: of goodput,sia,pollux,tiresias "

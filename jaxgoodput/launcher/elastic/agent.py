@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 from jaxgoodput import _wire as wire
+from jaxgoodput._exits import DONE, FAILED, SAVED, USAGE, RunFacts, exit_code, run_exit
 from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock
 from jaxgoodput.launcher.elastic import events as ev
@@ -31,15 +32,10 @@ from jaxgoodput.launcher.elastic import fitness, messages
 from jaxgoodput.launcher.local import keep_freed_pages, shim_command
 from jaxgoodput.launcher.roll_call import CONNECT_S
 from jaxgoodput.launcher.supervise import (
-    DONE,
-    FAILED,
-    SAVED,
-    USAGE,
     Child,
     ChildExit,
     StopSignal,
     UsageError,
-    exit_code,
     how_it_ended,
     open_roll_call,
     say,
@@ -113,12 +109,14 @@ def run_agent(command: Sequence[str], part: AgentSettings, *, clock: Clock) -> i
     """Take part in a job until it is over; return the exit code.
 
     On SIGTERM, SIGINT or SIGHUP this host leaves the job, which goes on without it; its workers exit after
-    their current step. Raises UsageError if the command cannot be started.
+    their current step. If the coordinator has gone, the workers are killed, and what they had in memory is
+    lost: the exit code is then 75. Raises UsageError if the command cannot be started.
     """
     program = _checked(command, part)
     instance = secrets.token_hex(8)
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     deadline_s = clock.now() + part.reconnect_s
+    lost_step = 0
     with signals_to(events):
         while True:
             try:
@@ -133,7 +131,7 @@ def run_agent(command: Sequence[str], part: AgentSettings, *, clock: Clock) -> i
                 code = agent.run()
                 if code is not None:
                     return code
-                why = "it has gone"
+                why, lost_step = "it has gone", max(lost_step, agent.lost_step)
                 if agent.was_accepted:
                     deadline_s = clock.now() + part.reconnect_s
             if clock.now() >= deadline_s:
@@ -142,10 +140,23 @@ def run_agent(command: Sequence[str], part: AgentSettings, *, clock: Clock) -> i
                     f"{part.reconnect_s:g} s. Check that `jaxgoodput run --nnodes` is alive there, and that "
                     "this host can reach its address and port."
                 )
-                return FAILED
+                return _without_coordinator(part.name, lost_step) if lost_step else FAILED
             with contextlib.suppress(queue.Empty):
                 if isinstance(events.get(timeout=_RETRY_S), StopSignal):
-                    return SAVED  # no worker of the job runs here
+                    return _without_coordinator(part.name, lost_step)
+
+
+def _without_coordinator(name: str, lost_step: int) -> int:
+    """Return the exit code of an agent that ends without a coordinator, and print what was lost.
+
+    `lost_step` is the last step of workers that ended because the coordinator had gone; 0 if there were none.
+    """
+    why = "its workers ended because the coordinator had gone"
+    end = run_exit(
+        RunFacts(stopped_by="stop", last_step=lost_step, saved_step=None, unsaved_why=why)
+    )
+    say(f"{name} ends with exit code {end.code}: {end.why}")
+    return end.code
 
 
 def _checked(command: Sequence[str], part: AgentSettings) -> list[str]:
@@ -243,6 +254,11 @@ class HostWorkers:
     def ended(self, member: str) -> Child | None:
         """Forget the worker of this member, which has ended; return its process."""
         return self._running.pop(member, (0, None))[1]
+
+    @property
+    def last_step(self) -> int:
+        """The last step that a running worker has reported; 0 if none trains."""
+        return max((child.step or 0 for _, child in self._running.values()), default=0)
 
     def start_waiting(self) -> None:
         """Start the worker that has waited longest for a slot, if any waits."""
@@ -343,6 +359,9 @@ class Agent:
         self._is_over = False  # the coordinator has said that the job is over
         self._is_finished = False
         self._code: int | None = None
+        self._codes: list[int] = []  # of workers that ended since this host leaves the job
+        self.lost_step = 0
+        """The last step of the workers that ran here when the coordinator went; 0 if none trained."""
 
     def run(self) -> int | None:
         """Obey the coordinator until the job is over; return the exit code, or None if it has gone."""
@@ -395,8 +414,10 @@ class Agent:
         if not self._is_over:
             self._workers.start_waiting()
         self._send(ev.ProcessExited(member, code))
+        if self._is_leaving and child is not None and child.step is not None:
+            self._codes.append(code)
         if self._is_leaving and not self._workers:
-            self._finish(SAVED)
+            self._finish_leaving()
 
     def _leave(self, signum: int) -> None:
         """Have this host's workers leave the job after the current step; on a second SIGINT, at once."""
@@ -410,7 +431,11 @@ class Agent:
             self._workers.kill_after_grace()
         self._is_interrupted |= signum == signal.SIGINT
         if not self._workers:
-            self._finish(SAVED)
+            self._finish_leaving()
+
+    def _finish_leaving(self) -> None:
+        """End as the job has, or else as this host's workers have since it leaves: saved, or not needed."""
+        self._finish(self._code if self._is_over else exit_code([SAVED, *self._codes]))
 
     # -- what the coordinator says ---------------------------------------------------------------
 
@@ -418,7 +443,11 @@ class Agent:
         match message:
             case None if not self._is_over:
                 say(f"{self._part.name}: the coordinator at {self._part.address} has gone")
-                self._finish(SAVED if self._is_leaving else None)
+                self.lost_step = self._workers.last_step
+                if self._is_leaving:
+                    self._finish(_without_coordinator(self._part.name, self.lost_step))
+                else:
+                    self._finish(None)
             case messages.Accepted():
                 self.was_accepted = True
             case ev.Refuse(_, why):

@@ -6,12 +6,12 @@ queue. A single thread makes these calls, one after the other, so no decision ra
 
 import dataclasses
 import queue
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from jaxgoodput import _wire as wire
+from jaxgoodput._exits import DONE, FAILED, INTERRUPTED, SAVED, exit_code
 from jaxgoodput.clock import Clock
 from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic import fitness, messages, rendezvous
@@ -19,7 +19,7 @@ from jaxgoodput.launcher.elastic.jax_service import JaxService
 from jaxgoodput.launcher.elastic.listener import Listener
 from jaxgoodput.launcher.elastic.state import Limits, Rendezvous, Stage
 from jaxgoodput.launcher.host_list import num_processes
-from jaxgoodput.launcher.supervise import SAVED, UsageError, say
+from jaxgoodput.launcher.supervise import UsageError, say
 
 TICK_S = 0.1
 _REPORT_EVERY_S = 30.0
@@ -88,7 +88,7 @@ class Coordinator:
         and stops the job; a second SIGINT ends it at once.
         """
         is_told = is_interrupted = False
-        while self._end is None and not (is_told and not self._agents and not self._state.members):
+        while self._end is None:
             try:
                 self._calls.get(timeout=TICK_S)()
             except queue.Empty:
@@ -99,15 +99,15 @@ class Coordinator:
                     say(f"{name}: telling all processes to save and stop")
                     self._stop()
                 elif name == "SIGINT" and is_interrupted:
-                    self._end = ev.EndJob(128 + signal.SIGINT, "it was interrupted twice")
+                    self._end_job(ev.EndJob(INTERRUPTED, "it was interrupted twice"))
                 is_told, is_interrupted = True, is_interrupted or name == "SIGINT"
             self._start_due()
             self._report_waiting()
-        return SAVED if self._end is None else self._end.code
+        return self._end.code
 
     def close(self) -> None:
         """Tell the agents that the job is over, and close all connections."""
-        end = self._end or ev.EndJob(1, "the coordinator has ended")
+        end = self._end or ev.EndJob(FAILED, "the coordinator has ended")
         channels = [channel for _, channel in self._agents.values()]
         for channel in channels:
             _send(channel, end)
@@ -116,13 +116,24 @@ class Coordinator:
             channel.close()
         self._listener.close()
 
-    def give_up(self, code: int, why: str) -> None:
-        """End the job because too few hosts are left and no other can come. Thread-safe."""
-        self._calls.put(partial(self._end_job, ev.EndJob(code, why)))
+    def give_up(self, codes: Sequence[int], why: str) -> None:
+        """End the job because too few hosts are left and no other can come. Thread-safe.
+
+        `codes` are the exit codes of the agents that have ended, in the order of their ends.
+        """
+        self._calls.put(partial(self._give_up, exit_code(codes), why))
 
     def lost(self, host: str, why: str) -> None:
         """Tell the coordinator that the agent of a host has ended. Thread-safe."""
         self._calls.put(partial(self._lose, host, why))
+
+    def _give_up(self, code: int, why: str) -> None:
+        """End the job with the code of its agents, unless that would claim what this job has not done."""
+        state = self._state
+        if code in (DONE, SAVED) and not state.is_done and state.code != SAVED:
+            end = rendezvous.end_unsaved(state)
+            code, why = end.code, f"{why}: {end.why}"
+        self._end_job(ev.EndJob(code, why))
 
     # -- events ----------------------------------------------------------------------------------
 

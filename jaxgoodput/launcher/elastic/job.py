@@ -23,7 +23,7 @@ from jaxgoodput.launcher.elastic.state import Limits
 from jaxgoodput.launcher.host_list import NamedHost
 from jaxgoodput.launcher.local import shim_command
 from jaxgoodput.launcher.roll_call import CONNECT_S
-from jaxgoodput.launcher.supervise import StopSignal, UsageError, exit_code, say, signals_to
+from jaxgoodput.launcher.supervise import StopSignal, UsageError, say, signals_to
 
 # Fields of `Limits` that are options of a job under the same name.
 _SAME = "least most max_restarts silent_s join_s admit_every_s exclude_slow exclude_s".split()
@@ -186,9 +186,7 @@ class NamedHosts:
         if left and self._could_train:
             say(f"the job cannot go on: {why}")
             return signal.SIGTERM.name
-        self._coordinator.give_up(
-            exit_code([*codes.values()]), why if left else "all agents have ended"
-        )
+        self._coordinator.give_up([*codes.values()], why if left else "all agents have ended")
         return None
 
 

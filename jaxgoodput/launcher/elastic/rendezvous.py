@@ -23,11 +23,11 @@ in `exclusion`.
 
 from collections.abc import Callable, Mapping, Sequence
 
+from jaxgoodput._exits import DONE, FAILED, SAVED, UNSAVED, Exit, RunFacts, exit_code, run_exit
 from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic import exclusion
 from jaxgoodput.launcher.elastic.fitness import ATTEMPTS_S
 from jaxgoodput.launcher.elastic.state import KnownProcess, Rendezvous, Stage, Turn
-from jaxgoodput.launcher.supervise import DONE, NOT_SAVED, SAVED, exit_code
 
 MOST_FRUITLESS = 3
 UNANSWERED = 3.0  # times `Limits.silent_s`, or what an attempt to reach others takes
@@ -133,7 +133,10 @@ def _exited(turn: Turn, event: ev.ProcessExited) -> None:
         # It ended by itself without saying so: its script trains no further, or was told to stop.
         if event.member in turn.state.ranks or turn.state.generation == 0:
             turn.end_run()
-            turn.change(code=event.code, is_done=event.code == DONE)
+            # If it was told to stop, all stop: the others hold the state that is to be saved.
+            is_told = turn.state.is_told or event.code == SAVED
+            turn.change(is_done=event.code == DONE, is_told=is_told)
+            _exited_after_the_end(turn, member, event)
     else:
         _exited_while_others_go_on(turn, member, event)
 
@@ -143,6 +146,10 @@ def _exited_after_the_end(turn: Turn, member: KnownProcess, event: ev.ProcessExi
     took_part = event.member in state.ranks
     # A process that was killed while it was still starting was not needed any more.
     code = event.code if took_part or member.killed_s is None else DONE
+    # One that had nothing to save says 143, too, which says nothing of the state that others had.
+    had_state = event.member in state.savers or member.step is not None
+    if exit_code([code]) == SAVED and not had_state:
+        code = DONE
     turn.change(code=exit_code([state.code, code]))
     if state.is_told and took_part:
         # Processes that still prepare for training would wait for this one, although they hold the state
@@ -175,7 +182,7 @@ def _replace(turn: Turn, member: KnownProcess, code: int) -> None:
         num_failures=state.num_failures + 1,
         num_fruitless=0 if has_progressed else state.num_fruitless + (code != -9),
         furthest_then=state.furthest,
-        code=exit_code([code]),
+        code=_code_of_failure(state, exit_code([code])),
     )
     num_fruitless = turn.state.num_fruitless
     if turn.state.num_failures <= state.limits.max_restarts and num_fruitless < MOST_FRUITLESS:
@@ -359,7 +366,7 @@ def _choose_savers(turn: Turn, free: tuple[str, ...]) -> tuple[str, ...]:
         turn.act(ev.Save(savers, held_step))
     elif any(turn.state.members[name].held_step >= 0 for name in free):
         # Only parts of the state are left: a restart resumes from the last checkpoint.
-        turn.change(code=max(turn.state.code, _code_unsaved(turn.state)))
+        turn.change(code=max(turn.state.code, end_unsaved(turn.state).code))
     return tuple(name for name in free if name not in savers)
 
 
@@ -500,12 +507,8 @@ def _end_job(turn: Turn) -> None:
             code, why = state.code, "all processes have ended"
             if state.is_told and not state.is_done and code == DONE:
                 # A job that was stopped before its end wants a restart, even if no process was there to save.
-                code = _code_unsaved(state)
-                if code == NOT_SAVED:
-                    why = (
-                        f"no process was left to save step {state.furthest}; a restart resumes from the "
-                        "last checkpoint"
-                    )
+                end = end_unsaved(state)
+                code, why = end.code, f"{why}: {end.why}"
             turn.act(ev.EndJob(code, why))
         return
     why = ""
@@ -521,9 +524,18 @@ def _end_job(turn: Turn) -> None:
         turn.act(ev.EndJob(state.code, why))
 
 
-def _code_unsaved(state: Rendezvous) -> int:
-    """Return the exit code of a stopped job of which no process saves: is there anything to save?"""
-    return NOT_SAVED if state.moved_s else SAVED
+def end_unsaved(state: Rendezvous) -> Exit:
+    """Return how a job ends that is not done, and of which no process saves: is there anything to save?"""
+    last_step = max(state.furthest, 1) if state.moved_s else 0
+    return run_exit(RunFacts(stopped_by="stop", last_step=last_step, saved_step=None))
+
+
+def _code_of_failure(state: Rendezvous, code: int) -> int:
+    """Return the exit code of a job that cannot replace a process which has ended with this code."""
+    if code not in (DONE, SAVED):
+        return code
+    # The process has not saved for the job: SIGTERM has ended it, or it left.
+    return UNSAVED if state.moved_s else FAILED
 
 
 def _can_recover(state: Rendezvous) -> bool:

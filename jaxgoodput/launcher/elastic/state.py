@@ -9,9 +9,9 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from jaxgoodput._exits import DONE
 from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic.fitness import Check, HostDecision, Pace
-from jaxgoodput.launcher.supervise import DONE
 
 _MOST_NEWS = 20
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import jax
 from absl import logging
 
+from jaxgoodput._exits import Exit, RunFacts, run_exit
 from jaxgoodput.clock import Clock
 from jaxgoodput.engine.saved import describe, on_host
 from jaxgoodput.engine.state import TrainState
@@ -24,7 +25,7 @@ from jaxgoodput.train.checkpoints.memory import RunMemory
 from jaxgoodput.train.checkpoints.meta import CheckpointMeta
 from jaxgoodput.train.checkpoints.writer import ELSEWHERE, Checkpoints
 from jaxgoodput.train.config import Config
-from jaxgoodput.train.control import SAVED, UNSAVED, Diverged, NotSaved, is_of_a_peer
+from jaxgoodput.train.control import Diverged, is_of_a_peer
 from jaxgoodput.train.duties.certifying import Certifier
 from jaxgoodput.train.prepare import PreparedRun
 from jaxgoodput.train.runs.membership import RunSnapshot
@@ -253,11 +254,16 @@ class Saver:
         """Whether nothing would be lost now: the last step done is saved, or there was none."""
         return (self.safe_step() or 0) >= self.done()
 
-    def farewell(self) -> tuple[int, str]:
-        """Return the exit code for what is safe now, and a sentence on it."""
-        if self.is_safe():
-            return SAVED, f"step {self.safe_step() or 0} is saved"
-        return UNSAVED, str(NotSaved(self.done(), self.safe_step(), "it took too long"))
+    def farewell(self, stopped_by: str) -> Exit:
+        """Return the exit code for what is safe now, and a sentence on it; `stopped_by` asked to stop."""
+        return run_exit(
+            RunFacts(
+                stopped_by=stopped_by,
+                last_step=self.done(),
+                saved_step=self.safe_step() or 0,
+                unsaved_why="it took too long",
+            )
+        )
 
     def _certified(self) -> CheckpointMeta:
         """Return the metadata of a state whose values were checked and found good."""

@@ -166,6 +166,8 @@ def fit_generations(
         with ledger.bucket("regrouping"):
             generation = membership.enter(kept, share)
         kept = generation.kept
+        if kept is not None and generation.process_count == 1:
+            rest(kept.step)  # a stop must not end the only process that has the state
         first = 0 if kept is None else kept.step
         requests.forget_regroup()
         if membership.is_broken():  # it may have ended before the line above
@@ -205,4 +207,4 @@ def fit_generations(
                     why,
                 )
                 kept = None
-        rest(0 if kept is None else kept.step)
+        rest(last_step() if kept is None else kept.step)

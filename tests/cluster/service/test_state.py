@@ -7,6 +7,7 @@ import services
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxgoodput._exits import SAVED
 from jaxgoodput.cluster.service.record import commands
 from jaxgoodput.cluster.service.record.commands import Caller, CommandRefused
 from jaxgoodput.cluster.service.record.events import (
@@ -18,7 +19,6 @@ from jaxgoodput.cluster.service.record.events import (
 from jaxgoodput.cluster.service.record.state import (
     MOST_ANSWER_LETTERS,
     MOST_OVER_LETTERS,
-    SAVED,
     State,
     owners,
     step,
@@ -119,7 +119,7 @@ def test_a_pause_has_the_coordinator_save_and_the_job_comes_back(world):
 
 @pytest.mark.parametrize(
     "code, phase, again",
-    [(1, "failed", 0), (75, "failed", 0), (-9, "running", 1), (137, "running", 1), (143, "running", 1)],
+    [(1, "failed", 0), (75, "running", 1), (-9, "running", 1), (137, "running", 1), (143, "running", 1)],
 )  # fmt: skip
 def test_what_an_exit_code_means(world, code, phase, again):
     world.submit("a")
@@ -131,16 +131,17 @@ def test_what_an_exit_code_means(world, code, phase, again):
     assert ("because" in job.reason) == (phase == "failed")
 
 
-def test_a_coordinator_that_is_killed_again_and_again_fails_the_job(world):
+@pytest.mark.parametrize("code", [-9, 75])
+def test_a_coordinator_that_is_killed_or_cannot_save_again_and_again_fails_the_job(world, code):
     world.submit("a")
     world.plan(a={"n0": (0,)}.items())
     for _ in range(3):
         assert world.state.jobs["a"].phase == "running"
-        world.report("a", code=-9)
+        world.report("a", code=code)
     assert world.state.jobs["a"].phase == "failed"
 
 
-@pytest.mark.parametrize("code", [-9, 137])
+@pytest.mark.parametrize("code", [-9, 137, 75])
 def test_a_job_that_saves_for_too_long_when_it_is_paused_waits(world, code):
     world.submit("a")
     first = 0

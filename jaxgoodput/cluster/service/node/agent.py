@@ -17,13 +17,14 @@ from functools import partial
 from absl import logging
 
 from jaxgoodput import _disk
+from jaxgoodput._exits import DONE, FAILED, USAGE
 from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.cluster.client import Client, RequestRefused, Unreachable
 from jaxgoodput.cluster.service import wire
 from jaxgoodput.cluster.service.node.hints import hints_of
 from jaxgoodput.cluster.service.node.jobs import Jobs, LaunchSettings
-from jaxgoodput.cluster.service.wire import DONE, FAILED, USAGE, VERSION, JobTask, NodeWork, Receipt
+from jaxgoodput.cluster.service.wire import VERSION, JobTask, NodeWork, Receipt
 from jaxgoodput.specs import Hints, Node
 
 IN_USE = 3  # exit code while processes of an earlier agent still run, which may yet end

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from jaxgoodput._exits import DONE, SAVED, USAGE, RunFacts, run_exit
 from jaxgoodput.clock import Clock
 from jaxgoodput.cluster.service.node.process import OutputBuffer, Process
 from jaxgoodput.cluster.service.wire import JobTask, NodeWork, Report
@@ -22,8 +23,6 @@ AT = "the job is at "  # a coordinator prints this and its address once it liste
 LONGEST_BACKOFF_S = 30.0
 MOST_REPORTS = 40  # sent at once, each of up to 12 KB
 MOST_OF_JOB = 64 * 2**10  # bytes of a job's lines sent at once, as JSON
-CANNOT = 2  # exit code of a coordinator that can never start here
-LATER = 143  # exit code of a coordinator that can be started again, as after a save
 LASTING = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.E2BIG)
 
 
@@ -196,7 +195,9 @@ class Jobs:
             lasts = error.errno in LASTING or isinstance(error, FileNotFoundError)
             job.retry_s = self._clock.now() + LONGEST_BACKOFF_S
             job.lines.add(f"jaxgoodput: {place.node}: {error}")
-            self._report(job, code=CANNOT if lasts else LATER, why=str(error))
+            # Nothing has begun, so there is nothing to save; only a wrong command is not worth a restart.
+            code = USAGE if lasts else run_exit(RunFacts(stopped_by=str(error))).code
+            self._report(job, code=code, why=str(error))
 
     def _hear(self, job: _NodeJob, line: str) -> None:
         """Handle a line of the coordinator, which prints its address, and at its end the reason."""
@@ -223,7 +224,7 @@ class Jobs:
             if code is None:
                 continue
             del job.members[group]
-            count = 0 if code in (0, 143) else job.failures.get(group, (0, 0.0))[0] + 1
+            count = 0 if code in (DONE, SAVED) else job.failures.get(group, (0, 0.0))[0] + 1
             wait_s = min(2.0**count, LONGEST_BACKOFF_S) if count else 1.0
             job.failures[group] = count, self._clock.now() + wait_s
 

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from jaxgoodput._exits import DONE, SAVED, UNSAVED
 from jaxgoodput.cluster.service.plain import plain
 from jaxgoodput.cluster.service.record import events
 from jaxgoodput.cluster.service.wire import (
@@ -25,15 +26,14 @@ from jaxgoodput.cluster.service.wire import (
 )
 from jaxgoodput.specs import Allocation, Hints, JobSpec, Node
 
-SAVED = 143  # the exit code of a job that has saved and wants to resume
 COORDINATES = "coordinates"  # the label of nodes that run coordinators
 MOST_OVER = 2000  # ended jobs that are remembered
 MOST_OVER_LETTERS = 2**25  # total length of their commands
 MOST_ANSWERS = 20_000  # answers that are remembered, in case their requests come again
 MOST_ANSWER_LETTERS = 2**25  # total length of these answers
 MOST_PAST = 60  # periods with the same devices that are remembered of a job
-MOST_FAILURES = 3  # consecutive attempts ended by a signal before the job fails
-MOST_SAVES = 10  # consecutive attempts that saved and ended unasked before the job fails
+MOST_FAILURES = 3  # consecutive attempts ended by a signal, or unsaved, before the job fails
+MOST_SAVES = 10  # consecutive attempts that ended unasked with 143 before the job fails
 LONG_S = 600.0  # an attempt that ran this long resets both counts
 COLOUR_S = 3600.0  # for which an ended job keeps its colour to itself
 MOST_COLOURED = 100  # newest ended jobs that keep their colours to themselves for longer
@@ -462,18 +462,19 @@ def _planned(state: State, event: events.PlanMade) -> State:
 def _ended(state: State, event: events.CoordinatorEnded) -> State:
     """Return the state after an attempt ended: the job is done, failed, waits, or gets another attempt."""
     job = _known(state, event.job)
-    if event.code == 0:
-        return _over(state, dataclasses.replace(job, reason="done"), "done", 0)
+    if event.code == DONE:
+        return _over(state, dataclasses.replace(job, reason="done"), "done", DONE)
     is_short = state.at_s - job.attempted_s <= LONG_S
-    if event.code == SAVED:  # it was told to save, or too few of its processes were left
+    # It was told to save, too few of its processes were left, or its coordinator could not start.
+    if event.code == SAVED:
         return _saved(state, job, is_short)
     # A signal to the coordinator or to its processes: the node ran out of memory, or the job was told to stop
-    # and took too long to save.
-    by_signal = event.code < 0 or event.code > 128
-    if by_signal and not job.allocation.devices:
+    # and took too long to save. Or it could not save for now.
+    may_pass = event.code < 0 or event.code > 128 or event.code == UNSAVED
+    if may_pass and not job.allocation.devices:
         return _restated(state, job)
     job = dataclasses.replace(job, failures=job.failures + 1 if is_short else 1)
-    if by_signal and job.failures < MOST_FAILURES:
+    if may_pass and job.failures < MOST_FAILURES:
         return _restated(state, _attempted(state, job))
     # Journals of earlier versions hold reasons that did not pass the door for text.
     why = plain(event.why, TEXT_RULES[Report, "why"]) or f"exit code {event.code}"
@@ -482,11 +483,11 @@ def _ended(state: State, event: events.CoordinatorEnded) -> State:
 
 
 def _saved(state: State, job: JobEntry, is_short: bool) -> State:
-    """Return the state after a job has saved and exited: another attempt, unless that happens too often."""
+    """Return the state after a job has asked for a restart: another attempt, unless it does so too often."""
     has_moved = job.since_s is None or job.since_s > job.attempted_s
     saves = 0 if has_moved else job.saves + 1 if is_short else 1
     job = dataclasses.replace(job, saves=saves)
     if saves < MOST_SAVES:
         return _restated(state, _attempted(state, job) if job.allocation.devices else job)
-    why = f"it saved and exited with 143 {saves} times in a row, although it kept its devices"
+    why = f"it ended with 143, for a restart, {saves} times in a row, although it kept its devices"
     return _over(state, dataclasses.replace(job, reason=f"failed: {why}"), "failed", SAVED)
