@@ -203,6 +203,8 @@ def prepare(
         leases=inputs.config.execution.leases,
         membership=membership,
         clock=inputs.clock,
+        is_end_known=inputs.config.evaluation.patience_base_steps is None,
+        evaluates=evaluator is not None,
     )
     restart, told = _observe(setup, beginning, hooks, stack, ledger)
     return PreparedRun(

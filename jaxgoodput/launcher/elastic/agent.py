@@ -340,6 +340,7 @@ class Agent:
             None  # the last failed worker: name, code, process
         )
         self._is_leaving = self._is_interrupted = False
+        self._code_left = SAVED  # exit code if the host leaves; 0 if the job has let it go
         self._is_over = False  # the coordinator has said that the job is over
         self._is_finished = False
         self._code: int | None = None
@@ -396,7 +397,7 @@ class Agent:
             self._workers.start_waiting()
         self._send(ev.ProcessExited(member, code))
         if self._is_leaving and not self._workers:
-            self._finish(SAVED)
+            self._finish(self._code_left)
 
     def _leave(self, signum: int) -> None:
         """Have this host's workers leave the job after the current step; on a second SIGINT, at once."""
@@ -410,7 +411,17 @@ class Agent:
             self._workers.kill_after_grace()
         self._is_interrupted |= signum == signal.SIGINT
         if not self._workers:
-            self._finish(SAVED)
+            self._finish(self._code_left)
+
+    def _be_let_go(self, why: str) -> None:
+        """Have this host's workers leave after the current step: the rest of the run does not need them."""
+        if self._is_leaving:
+            return
+        self._is_leaving, self._code_left = True, DONE
+        say(f"{self._part.name} is released: {why}")
+        self._workers.kill_after_grace()
+        if not self._workers:
+            self._finish(DONE)
 
     # -- what the coordinator says ---------------------------------------------------------------
 
@@ -418,12 +429,14 @@ class Agent:
         match message:
             case None if not self._is_over:
                 say(f"{self._part.name}: the coordinator at {self._part.address} has gone")
-                self._finish(SAVED if self._is_leaving else None)
+                self._finish(self._code_left if self._is_leaving else None)
             case messages.Accepted():
                 self.was_accepted = True
             case ev.Refuse(_, why):
                 say(f"{self._part.name} was refused: {why}")
                 self._finish(USAGE)
+            case ev.LetGo(_, why):
+                self._be_let_go(why)
             case messages.CheckHost(peers):
                 # On a thread of its own: a check takes seconds, and workers must be watched meanwhile.
                 Worker("check", partial(self._examine, peers), on_error=self._check_failed)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic.fitness import Check, HostDecision, Pace
+from jaxgoodput.launcher.release_plan import ReleaseRecord
 from jaxgoodput.launcher.supervise import DONE
 
 _MOST_NEWS = 20
@@ -51,6 +52,8 @@ class Limits:
     """Consecutive slow windows after which a host is left out; a window lasts several steps."""
     cut_s: float = 60.0
     """How long two hosts count as cut off from each other after an attempt to connect them has failed."""
+    keep_hosts: bool = False
+    """Whether all hosts stay until the run ends, even if its last epoch does not need them any more."""
 
     def __post_init__(self):
         if not 1 <= self.least <= self.most:
@@ -170,6 +173,8 @@ class Host:
 
     is_here: bool = True
     """Whether its agent is connected now."""
+    is_beside: bool = False
+    """Whether it is the machine on which the coordinator runs."""
     is_asked: bool = False
     """Whether it is being checked."""
     check: Check | None = None
@@ -222,6 +227,8 @@ class Rendezvous:
     """Generations in a row that ended by themselves without a step."""
     pause_until_s: float = 0.0
     """Time before which no generation is formed."""
+    release: ReleaseRecord = field(default_factory=ReleaseRecord)
+    """What decides which hosts may leave before the run ends."""
     num_failures: int = 0
     """Processes that have failed since the job began."""
     furthest: int = -1

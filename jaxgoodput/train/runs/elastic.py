@@ -48,6 +48,10 @@ class Elastic:
     membership: Membership
     clock: Clock
     leases: bool
+    is_end_known: bool = False
+    """Whether the run surely ends with its last sample, and not before."""
+    evaluates: bool = False
+    """Whether the run evaluates, at least at its end."""
     runs_blocks: bool = False
     own_part: OwnPart | None = None
     """This process's part of the step that was dispatched last."""
@@ -77,7 +81,7 @@ class Elastic:
             assert work.sums is not None
             jax.block_until_ready(work.sums.weight)
         own_end_s = self.clock.now()
-        self.own_part = _own_part(engine, batch, num_rows, own_end_s - began_s)
+        self.own_part = self._own_part(engine, batch, num_rows, own_end_s - began_s)
         # The update donates the state, which would be lost if the sum failed under way.
         with self.membership.others_at_work():
             total = jax.block_until_ready(engine.reduce(work, control))
@@ -108,18 +112,24 @@ class Elastic:
         """Return why an error ends this generation but not the run; None if it ends the run."""
         return f"a process was lost: {error}" if is_of_a_peer(error) else None
 
+    def _own_part(self, engine: Engine, batch: StepBatch, num_rows: int, seconds: float) -> OwnPart:
+        """Return this process's part of a step and its seconds: of computing or reading, the longer one."""
+        config = batch.config
+        num_parts = 1 if batch.parts is not None else config.num_micro_batches
+        return OwnPart(
+            seconds=max(seconds, batch.read_s),
+            num_samples=num_rows,
+            part=engine.layout.num_replicas * config.micro_batch_size * num_parts,
+            whole=config.global_batch_size,
+            is_leased=batch.parts is not None,
+            left=self._samples_left(batch),
+            evaluates=self.evaluates,
+        )
 
-def _own_part(engine: Engine, batch: StepBatch, num_rows: int, seconds: float) -> OwnPart:
-    """Return this process's part of a step and its seconds, of computing or reading, whichever is longer."""
-    config = batch.config
-    num_parts = 1 if batch.parts is not None else config.num_micro_batches
-    return OwnPart(
-        seconds=max(seconds, batch.read_s),
-        num_samples=num_rows,
-        part=engine.layout.num_replicas * config.micro_batch_size * num_parts,
-        whole=config.global_batch_size,
-        is_leased=batch.parts is not None,
-    )
+    def _samples_left(self, batch: StepBatch) -> int | None:
+        """Return the samples after this batch; None before the last epoch, or if the end is not known."""
+        left = self.loader.samples_left(batch) if self.is_end_known else None
+        return left if left is not None and left <= self.loader.dataset_size else None
 
 
 # -- generations -------------------------------------------------------------------------------------

@@ -89,6 +89,11 @@ class OwnPart:
     """Samples of the batch, over all processes."""
     is_leased: bool
     """Whether a process takes another part when it is done with one. Otherwise all get the same number."""
+    left: int | None = None
+    """Samples that are left of the run after this step, over all processes; None before its last epoch, or if
+    the end is not known."""
+    evaluates: bool = False
+    """Whether the run evaluates, at least at its end."""
 
 
 @dataclass(frozen=True)

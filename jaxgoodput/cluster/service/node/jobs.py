@@ -187,6 +187,7 @@ class Jobs:
         options = [
             *("run", "--secret-stdin", "--nnodes", f"{task.min_processes}:{task.max_processes}"),
             *("--local-hosts", "0", "--rdzv-endpoint", f"{place.host}:0", "--exclude-slow", "0"),
+            "--keep-hosts",  # the service decides who gets which devices
             *("--join-s", f"{place.join_s:g}", "--admit-every-s", f"{place.admit_every_s:g}"),
         ]
         try:
