@@ -112,9 +112,10 @@ def best_release(
     `regroup_s` says what a regroup to a number of processes costs, `is_usable` whether so many can train, and
     the hosts in `kept` stay in any case.
 
-    Hosts go only if all releases together delay the end of the run by at most `MOST_DELAY`, if what is saved
-    is more than a regroup costs on all hosts, and if evaluations take no longer. Speeds that were measured
-    for a while are not trusted for longer than the run has trained.
+    Hosts go only if all releases together delay the end of the run by at most `MOST_DELAY`, compared with the
+    number of hosts with which it ends soonest; if what is saved is more than a regroup costs on all hosts;
+    and if evaluations take no longer. Speeds that were measured for a while are not trusted for longer than
+    the run has trained.
     """
     now_s = rest.seconds(rest.samples_s)
     if not rest.kind.left or now_s > rest.trained_s:
@@ -124,30 +125,30 @@ def best_release(
         host = rest.hosts[name]
         slowest[host] = max(slowest.get(host, 0.0), sample_s)
     order = sorted((host for host in slowest if host not in kept), key=lambda h: (-slowest[h], h))
-    most_s = MOST_DELAY * (rest.trained_s + now_s)
-    best: ReleasePlan | None = None
+    plans = []
     for count in range(1, len(order) + 1):
-        gone = order[:count]
-        names = [name for name in rest.samples_s if rest.hosts[name] not in gone]
+        names = [name for name in rest.samples_s if rest.hosts[name] not in order[:count]]
         if not names or not is_usable(len(names)):
             continue
         if rest.kind.evaluates and rest.evaluation_s(names) > rest.evaluation_s(rest.samples_s):
             continue
-        cost_s = regroup_s(len(names))
+        cost_s, num_hosts = regroup_s(len(names)), len(slowest) - count
         then_s = cost_s + rest.seconds(names)
         found = ReleasePlan(
-            hosts=tuple(gone),
-            num_hosts=len(slowest) - count,
+            hosts=tuple(order[:count]),
+            num_hosts=num_hosts,
             num_processes=len(names),
             samples_left=rest.kind.left,
             later_s=then_s - now_s,
-            saved_host_s=len(slowest) * now_s - (len(slowest) - count) * then_s,
+            saved_host_s=len(slowest) * now_s - num_hosts * then_s,
         )
-        is_in_time = rest.delayed_s + max(found.later_s, 0.0) <= most_s
-        is_worth_it = found.saved_host_s >= len(slowest) * cost_s
-        if is_in_time and is_worth_it and (best is None or found.saved_host_s > best.saved_host_s):
-            best = found
-    return best
+        if found.saved_host_s >= len(slowest) * cost_s:
+            plans.append(found)
+    # Without the slowest host the run may end much earlier; that is not given away for fewer hosts.
+    soonest_s = min((plan.later_s for plan in plans), default=0.0)
+    most_s = MOST_DELAY * (rest.trained_s + now_s) - rest.delayed_s
+    in_time = [plan for plan in plans if plan.later_s - min(soonest_s, 0.0) <= most_s]
+    return max(in_time, key=lambda plan: plan.saved_host_s, default=None)
 
 
 # -- what the coordinator remembers for it -------------------------------------------------------------

@@ -6,8 +6,9 @@ Every process writes what it saw to `OUT/<its pid>.jsonl`: the steps that its ho
 with which it ended, in which every sample has been counted on the devices. The setting `initial` has the
 run begin with parameters that are given to it; with `stream` the samples of all epochs come as a stream, of
 which each process gets its own part with `stream=own`. STEP_S is what a read takes, of however many rows;
-with `by-row`, what a batch takes, of which a process that reads a half needs half the time; on a host "x3" it
-is three times that. `samples=N` makes an epoch of N samples. With `may-stick` the device of the host that the file "stuck" names computes nothing more.
+with `by-row`, what a batch takes, of which a process that reads a half needs half the time. On a host "x3" it
+is three times as long. `samples=N` makes an epoch of N samples. With `may-stick` the device of the host that
+the file "stuck" names computes nothing more.
 """
 
 import dataclasses

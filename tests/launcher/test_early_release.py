@@ -360,7 +360,7 @@ def test_slow_hosts_leave_in_the_last_epoch_and_every_sample_is_applied_once_an_
         settings=(elastic_worker.BY_ROW, f"{elastic_worker.SAMPLES}{SAMPLES}", *settings),
     ) as cluster:
         cluster.agent(*names)
-        finished = cluster.coordinator.wait(300.0)
+        finished = cluster.coordinator.wait(limit_s=300.0)
         assert finished.code == 0, cluster.told()
         # The two slow ones go together, or the slowest one goes first.
         gone = set(re.findall(r"jaxgoodput: (\w+) is released: ", cluster.coordinator.text()))
