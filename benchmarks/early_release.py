@@ -4,11 +4,11 @@
     python benchmarks/early_release.py --pairs 7
 
 Four hosts of unequal speed, each an agent of its own on this machine, train two epochs under `jaxgoodput run
---nnodes 1:4`, in turns with and without `--keep-hosts`. A host "x3" takes three times as long to read a
-sample as the first two, and reading is all that takes time. Host-seconds go from the first step to the end of
-each host's agent, and the run ends with its coordinator. Every sample is counted on the devices, and the exit
-code is 1 if one was not applied once an epoch, if no host left early, or if a run ended later than 1.02 of
-the one without.
+--nnodes 1:4`, in turns with early release and without (`Execution.keep_hosts`). A host "x3" takes three times
+as long to read a sample as the first two, and reading is all that takes time. Host-seconds go from the first
+step to the end of each host's agent, and the run ends with its coordinator. Every sample is counted on the
+devices, and the exit code is 1 if one was not applied once an epoch, if no host left early, or if a run ended
+later than 1.02 of the one without.
 """
 
 import argparse
@@ -56,6 +56,7 @@ class Paced(kills.Counting):
 def worker(folder: pathlib.Path, split: str) -> None:
     """One training process."""
     lines = elasticity.Lines(folder)
+    split, _, keeps = split.partition(" ")
     is_leased = split == "leased"
     limits: dict[str, Any] = {"micro": (1, 1), "max_micro_batches": BATCH} if is_leased else {}
     config = jg.Config(
@@ -63,7 +64,7 @@ def worker(folder: pathlib.Path, split: str) -> None:
         policy="fixed",
         batch=jg.BatchLimits(base=BATCH, max=BATCH, **limits),
         epochs=EPOCHS,
-        execution=jg.Execution(leases=is_leased),
+        execution=jg.Execution(leases=is_leased, keep_hosts=bool(keeps)),
         reporting=jg.Reporting(tensorboard=False, progress=False),
         saving=jg.Saving(every_s=1e9, at_end=False),
     )
@@ -83,12 +84,12 @@ class Measured:
     is_exact: bool
 
 
-def measure(split: str, *options: str) -> Measured:
+def measure(split: str, *, keeps: bool) -> Measured:
     """Run a job to its end."""
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        command = ("python", __file__, "--worker", name, split)
-        options = ("--nnodes", "1:4", "--join-s", "60", "--exclude-slow", "0", *options)
+        command = ("python", __file__, "--worker", name, split + " keeps" * keeps)
+        options = ("--nnodes", "1:4", "--join-s", "60", "--exclude-slow", "0")
         with elasticity.Job(folder, split, *options, worker=command) as job:
             for host in SPLITS[split]:
                 job.agent(host)
@@ -119,9 +120,9 @@ def compare(split: str, pairs: int) -> bool:
     """Print the row of a split; return whether all runs were as they must be."""
     with_, without = [], []
     for index in range(pairs):
-        both = [(with_, ()), (without, ("--keep-hosts",))]
-        for found, options in both if index % 2 else reversed(both):
-            found.append(measure(split, *options))
+        both = [(with_, False), (without, True)]
+        for found, keeps in both if index % 2 else reversed(both):
+            found.append(measure(split, keeps=keeps))
     ends = [a.end_s / b.end_s for a, b in zip(with_, without, strict=True)]
     saved = [1 - a.host_s / b.host_s for a, b in zip(with_, without, strict=True)]
 

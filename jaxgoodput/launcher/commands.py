@@ -81,8 +81,6 @@ _ELASTIC = (
            "hosts remain; 0: never (default: 2)"),
     number("--exclude-s", "S", 0.0, "seconds until an excluded host is tried again; doubled each time "
            "(default: 300)"),
-    switch("--keep-hosts", help="keep all hosts until the run ends (default: hosts that the rest of the last "
-           "epoch does not need leave as soon as that delays the end by at most a hundredth of the run)"),
     text("--rdzv-endpoint", "HOST:PORT", "address of the coordinator (default: a free port, on the loopback "
          "interface if no hosts are named)"),
     _SILENT,
@@ -244,7 +242,6 @@ def _run_elastic(options, command: list[str], parser: argparse.ArgumentParser) -
             endpoint=options.rdzv_endpoint,
             grace_s=options.grace_s,
             variables=_variables(options),
-            keep_hosts=options.keep_hosts,
             secret=sys.stdin.readline().strip() if options.secret_stdin else None,
         )
         return run_elastic(command, job)

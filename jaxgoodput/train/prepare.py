@@ -203,7 +203,7 @@ def prepare(
         leases=inputs.config.execution.leases,
         membership=membership,
         clock=inputs.clock,
-        is_end_known=inputs.config.evaluation.patience_base_steps is None,
+        may_release=_may_release(inputs.config),
         evaluates=evaluator is not None,
     )
     restart, told = _observe(setup, beginning, hooks, stack, ledger)
@@ -518,6 +518,11 @@ def _observe(
         hooks.append(console)
     (folder / "config.json").write_text(json.dumps(serial.encode(config), indent=2) + "\n")
     return restart, (*hooks, *users)
+
+
+def _may_release(config: Config) -> bool:
+    """Whether hosts may leave before the end: it must be certain when that is."""
+    return not config.execution.keep_hosts and config.evaluation.patience_base_steps is None
 
 
 def _run_state(beginning: Beginning, loader: Loader) -> RunState:

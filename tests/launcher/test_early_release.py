@@ -293,7 +293,6 @@ def test_a_host_may_come_again_once_another_has_been_lost():
         ({}, {"count": 2}, []),  # too few reports
         ({}, {"left": None}, []),  # before the last epoch, or no end is known
         ({}, {"left": 399}, []),  # over before the others have regrouped
-        ({"keep_hosts": True}, {}, []),
         ({"least": 4}, {}, []),
         ({"least": 3}, {}, []),  # of three, one is slow
         ({"group_size": 2}, {}, []),

@@ -52,8 +52,6 @@ class Limits:
     """Consecutive slow windows after which a host is left out; a window lasts several steps."""
     cut_s: float = 60.0
     """How long two hosts count as cut off from each other after an attempt to connect them has failed."""
-    keep_hosts: bool = False
-    """Whether all hosts stay until the run ends, even if its last epoch does not need them any more."""
 
     def __post_init__(self):
         if not 1 <= self.least <= self.most:

@@ -48,8 +48,8 @@ class Elastic:
     membership: Membership
     clock: Clock
     leases: bool
-    is_end_known: bool = False
-    """Whether the run surely ends with its last sample, and not before."""
+    may_release: bool = False
+    """Whether hosts may leave the run once the rest of it does not need them."""
     evaluates: bool = False
     """Whether the run evaluates, at least at its end."""
     runs_blocks: bool = False
@@ -127,8 +127,8 @@ class Elastic:
         )
 
     def _samples_left(self, batch: StepBatch) -> int | None:
-        """Return the samples after this batch; None before the last epoch, or if the end is not known."""
-        left = self.loader.samples_left(batch) if self.is_end_known else None
+        """Return the samples after this batch; None before the last epoch, or if no host may be released."""
+        left = self.loader.samples_left(batch) if self.may_release else None
         return left if left is not None and left <= self.loader.dataset_size else None
 
 

@@ -39,13 +39,13 @@ def run_of(
     leases: bool,
     membership: Membership | None,
     clock: Clock,
-    is_end_known: bool,
+    may_release: bool,
     evaluates: bool,
 ) -> Run:
     """Return the run of the kind that these processes make: alone, of a fixed number, or elastic.
 
-    `first` is the batch to begin with. `is_end_known` says that the run ends with its last sample and not
-    before, `evaluates` that it evaluates, at least at its end.
+    `first` is the batch to begin with. `may_release` says that hosts may leave once they are not needed, and
+    `evaluates` that the run evaluates, at least at its end.
     """
     if has_others(where):
         decisions = SharedDecisions(requests, strategies, where, first)
@@ -54,7 +54,7 @@ def run_of(
     agreement = agreement_of(where)
     if membership is not None:
         given = (feed, decisions, loader, agreement, where, membership, clock, leases)
-        return Elastic(*given, is_end_known=is_end_known, evaluates=evaluates)
+        return Elastic(*given, may_release=may_release, evaluates=evaluates)
     if where.spans:
         return Spanning(feed, decisions)
     if has_others(where):
