@@ -7,9 +7,11 @@ import re
 import elastic_worker
 import pytest
 import test_elastic
+import test_rendezvous
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxgoodput.launcher import early_release
 from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic import rendezvous as rv
 from jaxgoodput.launcher.elastic.fitness import Check, Pace
@@ -324,6 +326,88 @@ def test_a_new_set_of_processes_is_measured_anew():
         job.happen(ev.Ready(name, job.machine.generation, job.step))
     job.go()
     assert job.windows(slow=("h2.1",), count=2)[1] == []
+
+
+class EndingWorld(test_rendezvous.World):
+    """A world whose run is always as near to its end, so that hosts may be released at any moment."""
+
+    def __init__(self, limits, seed):
+        super().__init__(limits, seed)
+        self.left = self.rng.choice([120, 600, 1200])
+        self.let_go = {}  # by host: whether its agent has ended
+
+    def happen(self, event):
+        if isinstance(event, ev.Beat) and event.pace is not None:
+            event = dataclasses.replace(event, pace=dataclasses.replace(event.pace, left=self.left))
+        super().happen(event)
+
+    def check(self, before, actions):
+        super().check(before, actions)
+        for action in actions:
+            if isinstance(action, ev.LetGo):
+                left = [m for m in self.machine.members.values() if not m.leaves]
+                assert len(left) >= self.machine.limits.least
+                assert all(m.host != action.host for m in left)
+            if isinstance(action, ev.Admit | ev.Examine):
+                assert not early_release.has_enough(self.machine), "none is asked back"
+
+    def act(self, action):
+        if isinstance(action, ev.LetGo):
+            self.let_go.setdefault(action.host, False)
+            self.hosts.discard(action.host)
+            self.gone_hosts.add(action.host)
+        super().act(action)
+
+    def advance(self, dt):
+        super().advance(dt)
+        living = {process.host for process in self.living()}
+        for host, has_ended in list(self.let_go.items()):
+            if not has_ended and host not in living:
+                self.let_go[host] = True
+                self.happen(ev.AgentLost(host))
+
+
+@pytest.mark.parametrize("num_examples", [50, pytest.param(2000, marks=pytest.mark.nightly)])
+def test_in_any_order_of_faults_the_minimum_stays_and_training_goes_on(num_examples):
+    num_released = 0
+
+    def live(seed, least, num_hosts):
+        nonlocal num_released
+        limits = dataclasses.replace(test_rendezvous.FAST, least=least, exclude_slow=0.0)
+        world = EndingWorld(limits, seed)
+        rng = world.rng
+        for _ in range(num_hosts):
+            world.add_host()
+        world.slow = {host: rng.choice([1.0, 3.0, 10.0]) for host in sorted(world.hosts)}
+        for _ in range(60):
+            world.advance(rng.choice([0.1, 0.5, 1.0]))
+            fault, living = rng.random(), world.living()
+            if fault < 0.04 and living:
+                world.end(rng.choice(living), -9)
+            elif fault < 0.06 and living:
+                world.freeze(rng.choice(living).name)
+            elif fault < 0.09 and len(world.hosts) < 6:
+                world.add_host()
+            elif fault < 0.11 and len(world.hosts) > least:
+                host = rng.choice(sorted(world.hosts))
+                world.hosts.discard(host)
+                world.gone_hosts.add(host)
+                world.happen(ev.Leave(host))
+        for _ in range(60):
+            world.advance(1.0)
+        if len(world.hosts) < least:  # others have left by themselves, and new ones are let in
+            world.add_host()
+            for _ in range(30):
+                world.advance(1.0)
+        before = world.steps
+        for _ in range(5):
+            world.advance(1.0)
+        assert world.ended is None and world.steps > before
+        num_released += len(world.let_go)
+
+    worlds = given(st.integers(0, 10**9), st.integers(1, 2), st.integers(3, 6))
+    settings(max_examples=num_examples, deadline=None)(worlds(live))()
+    assert num_released, "the worlds are such that hosts are released"
 
 
 # -- real jobs -----------------------------------------------------------------------------------------
