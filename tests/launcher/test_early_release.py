@@ -203,7 +203,7 @@ class Machine:
     def __init__(self, num_hosts=4, *, beside=(), surplus=0, **limits):
         self.names = [f"h{i}" for i in range(num_hosts + surplus)]
         self.now_s, self.step = 100.0, 1
-        limits = {"least": 1, "most": num_hosts, "exclude_slow": 0.0, **limits}
+        limits = {"least": 1, "most": num_hosts, "exclude_slow": 0.0, "silent_s": 1e4, **limits}
         self.machine = Rendezvous(limits=Limits(**limits))
         for name in self.names:
             self.happen(ev.HostArrived(name, is_beside=name in beside))
