@@ -43,7 +43,7 @@ from jaxgoodput.train.control import Requests
 from jaxgoodput.train.evaluation import Evaluators
 from jaxgoodput.train.process import keep_freed_pages
 from jaxgoodput.train.runs.kinds import Run, has_others, is_alone, place_of, run_of
-from jaxgoodput.train.runs.membership import Membership, RunSnapshot
+from jaxgoodput.train.runs.membership import Membership, RunSnapshot, WorkSharing
 from jaxgoodput.train.runs.state import RunState
 from jaxgoodput.train.start.checks import (
     require_end,
@@ -200,11 +200,9 @@ def prepare(
         first=beginning.batch,
         feed=feed,
         loader=loader,
-        leases=inputs.config.execution.leases,
+        sharing=_sharing_of(inputs.config, evaluator),
         membership=membership,
         clock=inputs.clock,
-        may_release=_may_release(inputs.config),
-        evaluates=evaluator is not None,
     )
     restart, told = _observe(setup, beginning, hooks, stack, ledger)
     return PreparedRun(
@@ -520,9 +518,14 @@ def _observe(
     return restart, (*hooks, *users)
 
 
-def _may_release(config: Config) -> bool:
-    """Whether hosts may leave before the end: it must be certain when that is."""
-    return not config.execution.keep_hosts and config.evaluation.patience_base_steps is None
+def _sharing_of(config: Config, evaluator: Evaluators | None) -> WorkSharing:
+    """Return how processes share the work. Hosts may leave early only if it is certain when the run ends."""
+    return WorkSharing(
+        leases=config.execution.leases,
+        may_release=not config.execution.keep_hosts
+        and config.evaluation.patience_base_steps is None,
+        evaluates=evaluator is not None,
+    )
 
 
 def _run_state(beginning: Beginning, loader: Loader) -> RunState:

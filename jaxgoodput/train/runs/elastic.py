@@ -28,6 +28,7 @@ from jaxgoodput.train.runs.membership import (
     OwnPart,
     Regroup,
     RunSnapshot,
+    WorkSharing,
 )
 from jaxgoodput.train.runs.processes import accumulated
 from jaxgoodput.train.runs.state import RunState
@@ -47,11 +48,7 @@ class Elastic:
     where: Place
     membership: Membership
     clock: Clock
-    leases: bool
-    may_release: bool = False
-    """Whether hosts may leave the run once the rest of it does not need them."""
-    evaluates: bool = False
-    """Whether the run evaluates, at least at its end."""
+    sharing: WorkSharing
     runs_blocks: bool = False
     own_part: OwnPart | None = None
     """This process's part of the step that was dispatched last."""
@@ -65,7 +62,7 @@ class Elastic:
     def next_batch(self, now: RunState, meanwhile: Callable[[], None]) -> StepBatch | None:
         """Return the next batch, in parts if they are leased; None at the end of the data."""
         others = self.where.process_count > 1
-        if self.leases and others and now.batch.num_micro_batches > 1:
+        if self.sharing.leases and others and now.batch.num_micro_batches > 1:
             return self.loader.next_in_parts(now.batch, lambda: self.agreement.lease(now.step))
         return self.feed.next(now.batch, meanwhile)
 
@@ -123,12 +120,12 @@ class Elastic:
             whole=config.global_batch_size,
             is_leased=batch.parts is not None,
             left=self._samples_left(batch),
-            evaluates=self.evaluates,
+            evaluates=self.sharing.evaluates,
         )
 
     def _samples_left(self, batch: StepBatch) -> int | None:
         """Return the samples after this batch; None before the last epoch, or if no host may be released."""
-        left = self.loader.samples_left(batch) if self.may_release else None
+        left = self.loader.samples_left(batch) if self.sharing.may_release else None
         return left if left is not None and left <= self.loader.dataset_size else None
 
 

@@ -20,7 +20,7 @@ from jaxgoodput.train.control import (
 from jaxgoodput.train.process import launched
 from jaxgoodput.train.runs.alone import Alone
 from jaxgoodput.train.runs.elastic import Elastic
-from jaxgoodput.train.runs.membership import Membership
+from jaxgoodput.train.runs.membership import Membership, WorkSharing
 from jaxgoodput.train.runs.processes import Processes, Spanning, agreement_of
 from jaxgoodput.train.tables.feed import Feed
 
@@ -36,16 +36,13 @@ def run_of(
     first: BatchConfig,
     feed: Feed,
     loader: Loader,
-    leases: bool,
+    sharing: WorkSharing,
     membership: Membership | None,
     clock: Clock,
-    may_release: bool,
-    evaluates: bool,
 ) -> Run:
     """Return the run of the kind that these processes make: alone, of a fixed number, or elastic.
 
-    `first` is the batch to begin with. `may_release` says that hosts may leave once they are not needed, and
-    `evaluates` that the run evaluates, at least at its end.
+    `first` is the batch to begin with.
     """
     if has_others(where):
         decisions = SharedDecisions(requests, strategies, where, first)
@@ -53,12 +50,11 @@ def run_of(
         decisions = OwnDecisions(requests, strategies)
     agreement = agreement_of(where)
     if membership is not None:
-        given = (feed, decisions, loader, agreement, where, membership, clock, leases)
-        return Elastic(*given, may_release=may_release, evaluates=evaluates)
+        return Elastic(feed, decisions, loader, agreement, where, membership, clock, sharing)
     if where.spans:
         return Spanning(feed, decisions)
     if has_others(where):
-        return Processes(feed, decisions, loader, agreement, leases)
+        return Processes(feed, decisions, loader, agreement, sharing.leases)
     return Alone(feed, decisions)
 
 

@@ -96,6 +96,18 @@ class OwnPart:
     """Whether the run evaluates, at least at its end."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkSharing:
+    """How processes share the work of a run."""
+
+    leases: bool
+    """Whether they take micro-batches as they become free."""
+    may_release: bool
+    """Whether hosts may leave once the rest of the run does not need them."""
+    evaluates: bool
+    """Whether the run evaluates, at least at its end."""
+
+
 @dataclass(frozen=True)
 class Generation:
     """A set of processes that train together, and the place of this process in it."""
