@@ -20,7 +20,9 @@ runs on it.
 
 For --faults and --silence each host is a network namespace with an address of its own (as root, on Linux).
 Faults are drawn, one in four times two at once: a worker killed, stopped for good, or stopped three quarters
-of the time for some seconds; a host killed, told to leave (another one comes), or cut off for some seconds.
+of the time for some seconds; a host killed, told to leave (another one comes), or cut off for some seconds;
+and, one in three, the links between a host and some of the others broken for some seconds, in one direction
+or in both, while all still reach the coordinator.
 Every sample is counted on the devices, and the exit code is 1 where one was not applied once an epoch, or a
 process, port, namespace or file is left. A fault is detected when the coordinator first says so; from
 then the survivors' next step is timed.
@@ -70,6 +72,7 @@ PARTS, PART_S = 32, 0.01
 WATCHED_S = 60.0
 # Faults that end a process for good or for a while, as often as each is drawn.
 FAULTS = ("kill", "kill", "stop", "slow", "host", "leave", "cut", "cut")
+FAULTS += ("part", "part", "one-way", "one-way")
 PLACES, LEAST, SILENT_S = 6, 3, 5.0  # namespaces, hosts that are up, and the time-out of --faults
 
 
@@ -375,6 +378,7 @@ class Trouble:
         self._number = 0
         self._threads: list[threading.Thread] = []
         self._cut: set[str] = set()
+        self._lost: set[tuple[int, int]] = set()  # from where to where, by place
         self.places: dict[str, int] = {}  # of the hosts that are up
         self.done: list[tuple[str, ...]] = []
 
@@ -414,6 +418,13 @@ class Trouble:
             self._made.cut(self.places[host])
             self._cut.add(host)
             self._later(self._mend, host, seconds)
+        elif kind in ("part", "one-way"):
+            ways = self._ways(self.places[host], kind == "part") - self._lost
+            for way in ways:
+                self._made.lose(*way)
+            self._lost |= ways
+            self._later(self._find, ways, seconds)
+            return bool(ways)
         else:
             try:
                 pid = self._job.pid(host)
@@ -427,6 +438,19 @@ class Trouble:
     def _later(self, what: Callable[..., None], *arguments: Any) -> None:
         self._threads.append(threading.Thread(target=what, args=arguments))
         self._threads[-1].start()
+
+    def _ways(self, place: int, both: bool) -> set[tuple[int, int]]:
+        """From a place to those of some other hosts, or from them to it, or both."""
+        others = [x for x in self.places.values() if x != place]
+        ways = {(place, x) for x in self._draw.sample(others, self._draw.randint(1, len(others)))}
+        back = {(y, x) for x, y in ways}
+        return ways | back if both else self._draw.choice((ways, back))
+
+    def _find(self, ways: set[tuple[int, int]], seconds: float) -> None:
+        time.sleep(seconds)
+        for way in ways:
+            self._made.find(*way)
+        self._lost -= ways
 
     def _mend(self, host: str, seconds: float) -> None:
         time.sleep(seconds)

@@ -6,7 +6,7 @@ buffer that training draws from. Expect a mean of 100 or more of 200 steps befor
 base steps, within two minutes on two CPU cores; it goes up and down from one evaluation to the next.
 
 The batch is fixed: games are played after so many updates, so that a larger batch would use every move more
-often. Batches are drawn a few updates ahead, from the buffer as it is then.
+often. Batches are drawn up to a round of updates ahead, from the buffer as it is then.
 """
 
 import flax.linen as nn
@@ -154,7 +154,8 @@ class Dqn(jg.Trainer):
 
     def dataset(self):
         self.replay = begun_replay()
-        return jg.stream(batches(lambda: self.replay), batched=True, live=True)
+        moves = batches(lambda: self.replay)
+        return jg.stream(moves, batched=True, live=True, ahead_samples=ROUND * BATCH)
 
 
 def main(_):

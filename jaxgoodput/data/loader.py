@@ -151,6 +151,7 @@ class Loader:
         self._end: int | None = None  # samples of the run up to its end, from its first epoch on
         if max_samples is not None and not self._reader.is_stream:
             self._end = cursor.num_samples(len(source)) + max_samples
+        self._num_ahead = prefetch
         self._clock = clock
         self._config: BatchConfig | None = None
         self._has_warned = False
@@ -164,6 +165,16 @@ class Loader:
     def stream(self) -> StreamState | None:
         """The state to which a stream must be restored to resume from `cursor`; None for other sources."""
         return self._reader.stream_state(self._ahead.head)
+
+    def used(self, cursor: Cursor) -> StreamState | None:
+        """Forget what a stream had before `cursor`, as it has been used; return the state to resume there.
+
+        Returns None for other sources. Otherwise the samples of a batch are kept until the next one is taken.
+        """
+        position = dataclasses.replace(self._ahead.head, cursor=cursor)
+        found = self._reader.stream_state(position)
+        self._reader.release(position)
+        return found
 
     @property
     def num_retried(self) -> int:
@@ -193,10 +204,9 @@ class Loader:
     def go_back(self, cursor: Cursor, num_samples: int) -> None:
         """Hand out again the last `num_samples` samples, the first of which is at `cursor`.
 
-        Use this if batches were taken ahead of the steps that should have used them. Not for streams, which
-        cannot be read again.
+        Use this if batches were taken ahead of the steps that should have used them. A stream still has the
+        samples of the batch, or block, that was taken last, and no others.
         """
-        assert not self._reader.is_stream
         head = self._ahead.head
         self._ahead.go_back(Position(cursor, head.handed_out - num_samples))
         self._config = None
@@ -232,23 +242,27 @@ class Loader:
             return None
         return self._step_batch(portions, config, count, before, self._clock.now() - began_s)
 
-    @property
-    def can_read_blocks(self) -> bool:
-        """Whether `next_block` may be called: samples can be read again, and are."""
-        return not self._reader.is_stream
+    def can_read_blocks(self, num_samples: int) -> bool:
+        """Whether blocks of so many samples may be read before they are used, and more of them ahead."""
+        return self._reader.may_read_ahead((self._num_ahead + 1) * num_samples)
 
     def next_block(
         self, config: BatchConfig, count: int, *, meanwhile: Callable[[], None] = lambda: None
-    ) -> StepBatch:
-        """Return the next `count` batches as one, for as many updates; there must be as many samples.
+    ) -> StepBatch | None:
+        """Return the next `count` batches as one, for as many updates; None at a stream's end.
 
-        The batches have one replica and one micro-batch each. They are read and put on the device together,
-        which costs hardly more than for one of them, if it is small.
+        Returns one batch if there are fewer samples, as near the end of a stream. The batches have one
+        replica and one micro-batch each. They are read and put on the device together, which costs hardly
+        more than for one of them, if it is small.
         """
-        assert config.num_replicas == config.num_micro_batches == 1 and self.can_read_blocks
+        assert config.num_replicas == config.num_micro_batches == 1
         wide = dataclasses.replace(config, micro_batch_size=count * config.micro_batch_size)
+        before = self._ahead.head
         block = self._next(wide, count, meanwhile)
-        assert block is not None and block.num_samples == wide.global_batch_size
+        if block is None or block.num_samples < wide.global_batch_size:
+            self._ahead.go_back(before)
+            self._config = None
+            return self._next(config, 1, meanwhile)
         return dataclasses.replace(block, config=config, first=0)
 
     def split(self, block: StepBatch, count: int) -> tuple[StepBatch, StepBatch | None]:

@@ -150,10 +150,9 @@ class MicroBatchReader:
         self._held: dict[tuple[NamedSharding, int], tuple[np.ndarray, Array]] = {}
         self._holding = threading.Lock()
 
-    @property
-    def is_stream(self) -> bool:
-        """Whether the source is a stream, whose samples cannot be read again."""
-        return self._stream is not None
+    def may_read_ahead(self, num_samples: int) -> bool:
+        """Whether so many samples may be read before they are used: any number, but of a live stream."""
+        return self._stream is None or self._stream.may_read_ahead(num_samples)
 
     def stream_state(self, position: Position) -> StreamState | None:
         """Return the state to restore a stream to so as to resume at `position`; None without a stream."""

@@ -135,8 +135,9 @@ class ReadAhead:
                 return []
             for _ in portions:
                 self._queue.popleft()
-            self._head = portions[-1].after
+            # Not what is handed out now, which may be handed out once more.
             self._reader.release(self._head)
+            self._head = portions[-1].after
             self._changed.notify_all()
             return portions
 
@@ -238,8 +239,9 @@ class ReadAhead:
     def _next_count(self, found: list[Portion]) -> int:
         """Return how many micro-batches to read together after `found`: twice as many if that was quick."""
         reader = self._reader
-        is_one = reader.is_stream or reader.readers.are_threads or self._num_batches == 0
-        if is_one or self._has_failed:
+        if reader.readers.are_threads or self._num_batches == 0 or self._has_failed:
+            return 1
+        if not reader.may_read_ahead(TOGETHER * (self._num_batches + 1) * len(found[0].indices)):
             return 1
         num_bytes = sum(x.nbytes for x in jax.tree.leaves(found[0].micro_batch.data))
         limits = (2 * len(found), TOGETHER, SMALL_BYTES // max(num_bytes, 1))

@@ -396,7 +396,7 @@ class Loop:
         used, now.state = now.state, done.state
         now.step += batch.count
         now.samples += batch.num_samples
-        now.cursor, now.stream = batch.after, self.start.loader.stream
+        now.cursor, now.stream = batch.after, self.start.loader.used(batch.after)
         now.is_changing = False
         is_steady = self._in_flight.is_steady and self.compilations.num == num_compiled
         about = {"timed": is_steady and batch.is_whole, "busy": self.start.strategies.is_busy}

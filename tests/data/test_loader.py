@@ -22,7 +22,7 @@ from jaxgoodput.data.datasets import as_source
 from jaxgoodput.data.loader import Loader
 from jaxgoodput.data.read_ahead import SMALL_BYTES, TOGETHER
 from jaxgoodput.data.sources import Source, abstract_sample
-from jaxgoodput.data.streams import StreamSource
+from jaxgoodput.data.streams import StreamSource, stream
 from jaxgoodput.goodput.search import BatchConfig
 
 
@@ -927,13 +927,93 @@ def test_a_stream_comes_exactly_once_over_any_batches_and_restarts(lives, prefet
     assert np.concatenate([np.empty(0), *got]).tolist() == list(range(min(wanted, end)))
 
 
+@settings(deadline=None, max_examples=50)
+@given(
+    lives=st.lists(
+        st.lists(
+            st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(0, 5), st.booleans()),
+            max_size=6,
+        ),
+        max_size=3,
+    ),
+    prefetch=st.integers(0, 2),
+    drop_last=st.booleans(),
+    end=st.integers(1, 120),
+)
+def test_blocks_of_a_stream_are_exactly_once_whatever_part_of_them_is_used(
+    lives, prefetch, drop_last, end
+):
+    """What is not used of a block goes back; a run resumes at what was used, not at what was read."""
+    cursor, state, got = Cursor(0), None, []
+    for life in lives:
+        source = as_source(Numbers(end))
+        assert isinstance(source, StreamSource)
+        if state is not None:
+            source.restore(state)
+        with loader_of(source, cursor=cursor, prefetch=prefetch, drop_last=drop_last) as loader:
+            for size, count, most, in_block in life:
+                config = config_of(size, num_replicas=1)
+                batch = loader.next_block(config, count) if in_block else loader.next(config)
+                if batch is None:
+                    assert end - len(got) < (size if drop_last else 1)
+                    break
+                assert batch.count in (1, count)
+                used, rest = loader.split(batch, max(min(most, batch.count), 1))
+                got += used.indices.tolist()
+                cursor, state = used.after, loader.used(used.after)
+                if rest is not None:
+                    loader.go_back(rest.before, rest.num_samples)
+    assert got == list(range(len(got))) and len(got) <= end
+
+
+def test_a_stream_that_begins_anew_after_its_end_has_ended():
+    class Again:
+        """Iterators of many loaders begin anew if they are asked behind their end."""
+
+        def __init__(self):
+            self.place = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.place = (self.place + 1) % 6
+            if self.place == 0:
+                raise StopIteration
+            return {"id": self.place - 1}
+
+    source = stream(Again(), live=True)
+    assert source.available(0, 4) == 4
+    assert [source.available(4, 4), source.available(4, 4), source.available(5, 1)] == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("live", "ahead", "may"),
+    [(False, 0, True), (True, 0, False), (True, 95, False), (True, 96, True)],
+)
+def test_a_live_stream_is_read_no_further_ahead_than_it_says(live, ahead, may):
+    source = stream(iter(Numbers()), live=live, ahead_samples=ahead) if live else stream(Numbers())
+    with loader_of(source, prefetch=2) as loader:
+        assert loader.can_read_blocks(32) is may
+        for _ in range(40):
+            assert loader.next(config_of(4)) is not None
+    assert may or source._next <= (40 + 3) * 8  # two that wait, and one that is read
+
+
+def test_how_far_to_read_ahead_is_asked_of_live_streams_only():
+    for wrong in ({"ahead_samples": -1, "live": True}, {"ahead_samples": 8}):
+        with pytest.raises(ValueError, match="may be read from a live stream before they are used"):
+            stream(iter([]), **wrong)
+
+
 def test_a_stream_forgets_what_was_handed_out():
     source = as_source(Numbers())
     assert isinstance(source, StreamSource)
     with loader_of(source, prefetch=2) as loader:
         drain(loader, [config_of(4, 2)] * 50)
         drain(loader, [config_of(3)] * 50)
-    assert len(source._items) <= 16 and len(source._states) <= 5
+    # Small batches are read several at a time; the one that was taken last may go back.
+    assert len(source._items) <= 6 * (TOGETHER + 4) and len(source._states) <= 5
 
 
 @settings(deadline=None, max_examples=30)

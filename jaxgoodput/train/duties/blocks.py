@@ -87,6 +87,8 @@ class Blocks:
             if not self._is_ready():
                 return self.start.run.next_batch(now, meanwhile)
             rest = loader.next_block(now.batch, self._length, meanwhile=meanwhile)
+            if rest is None:
+                return None
         part, self._rest = loader.split(rest, self._most(rest, num_free))
         return part
 
@@ -190,7 +192,7 @@ class Blocks:
         return (
             may_round(self.config)
             and start.run.runs_blocks
-            and start.loader.can_read_blocks
+            and start.loader.can_read_blocks(self._length * batch.global_batch_size)
             and batch.num_replicas == batch.num_micro_batches == 1
             and not looks_for()  # JAX looks at the results of single steps
         )

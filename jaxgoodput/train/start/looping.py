@@ -114,7 +114,11 @@ def _may_have_blocks(setup: RunSetup) -> bool:
         return False
     low, high = config.batch.span
     is_plain = low <= config.batch.base <= high and not setup.inputs.tables.plans
-    is_plain &= not isinstance(setup.inputs.dataset, StreamSource)
+    data, ahead = (
+        setup.inputs.dataset,
+        (config.execution.prefetch + 1) * engines[0].blocks.num_steps,
+    )
+    is_plain &= not isinstance(data, StreamSource) or data.may_read_ahead(ahead * config.batch.base)
     is_plain &= may_round(config) and not looks_for()  # JAX looks at the results of single steps
     # The update alone of a large model is not short; then nothing has to be traced to know.
     num_params = sum(x.size for x in jax.tree.leaves(engines[0].abstract_state().params))
