@@ -148,6 +148,9 @@ class Loader:
         self._ahead = ReadAhead(
             self._reader, num_batches=prefetch, position=Position(cursor), sharding=sharding
         )
+        self._end: int | None = None  # samples of the run up to its end, from its first epoch on
+        if max_samples is not None and not self._reader.is_stream:
+            self._end = cursor.num_samples(len(source)) + max_samples
         self._num_ahead = prefetch
         self._clock = clock
         self._config: BatchConfig | None = None
@@ -177,6 +180,21 @@ class Loader:
     def num_retried(self) -> int:
         """Number of reads so far that failed and were repeated."""
         return self._reader.readers.num_retried
+
+    def samples_left(self, batch: StepBatch) -> int | None:
+        """Return how many samples will be used after this batch, if batches stay as large.
+
+        Returns None for a stream, and if the number of samples is not limited.
+        """
+        if self._end is None:
+            return None
+        left = max(self._end - batch.after.num_samples(self._reader.dataset_size), 0)
+        return left - left % batch.config.global_batch_size if self._reader.drop_last else left
+
+    @property
+    def dataset_size(self) -> int:
+        """Number of samples of an epoch."""
+        return self._reader.dataset_size
 
     def place(self, sharding: NamedSharding) -> None:
         """Put batches on the devices of `sharding` from now on. What was read for another is read again."""

@@ -155,6 +155,13 @@ class Execution:
     The smaller these are, the more even is the load; each costs a fraction of a millisecond. Samples are read
     when they are needed, not ahead.
     """
+    keep_hosts: bool = False
+    """Whether all hosts of a job whose hosts come and go stay until the run ends.
+
+    By default hosts leave in the last of `epochs` as soon as the remaining samples need fewer of them and the
+    run ends at most a hundredth of its time later. Hosts stay in any case if the end is not known: with
+    `base_steps`, streams, or `Evaluation.patience_base_steps`.
+    """
     keep_freed_pages: bool = False
     """Whether glibc keeps the memory that steps free, on CPU, in this process until it ends.
 

@@ -43,7 +43,7 @@ from jaxgoodput.train.control import Requests
 from jaxgoodput.train.evaluation import Evaluators
 from jaxgoodput.train.process import keep_freed_pages
 from jaxgoodput.train.runs.kinds import Run, has_others, is_alone, place_of, run_of
-from jaxgoodput.train.runs.membership import Membership, RunSnapshot
+from jaxgoodput.train.runs.membership import Membership, RunSnapshot, WorkSharing
 from jaxgoodput.train.runs.state import RunState
 from jaxgoodput.train.start.checks import (
     require_end,
@@ -200,7 +200,7 @@ def prepare(
         first=beginning.batch,
         feed=feed,
         loader=loader,
-        leases=inputs.config.execution.leases,
+        sharing=_sharing_of(inputs.config, evaluator),
         membership=membership,
         clock=inputs.clock,
     )
@@ -516,6 +516,16 @@ def _observe(
         hooks.append(console)
     (folder / "config.json").write_text(json.dumps(serial.encode(config), indent=2) + "\n")
     return restart, (*hooks, *users)
+
+
+def _sharing_of(config: Config, evaluator: Evaluators | None) -> WorkSharing:
+    """Return how processes share the work. Hosts may leave early only if it is certain when the run ends."""
+    return WorkSharing(
+        leases=config.execution.leases,
+        may_release=not config.execution.keep_hosts
+        and config.evaluation.patience_base_steps is None,
+        evaluates=evaluator is not None,
+    )
 
 
 def _run_state(beginning: Beginning, loader: Loader) -> RunState:

@@ -6,8 +6,9 @@ Every process writes what it saw to `OUT/<its pid>.jsonl`: the steps that its ho
 with which it ended, in which every sample has been counted on the devices. The setting `initial` has the
 run begin with parameters that are given to it; with `stream` the samples of all epochs come as a stream, of
 which each process gets its own part with `stream=own`. STEP_S is what a read takes, of however many rows;
-with `by-row`, what a batch takes, of which a process that reads a half needs half the time. With `may-stick`
-the device of the host that the file "stuck" names computes nothing more.
+with `by-row`, what a batch takes, of which a process that reads a half needs half the time. On a host "x3" it
+is three times as long. `samples=N` makes an epoch of N samples. With `may-stick` the device of the host that
+the file "stuck" names computes nothing more.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import gc
 import json
 import os
 import pathlib
+import re
 import signal
 import sys
 import time
@@ -37,6 +39,7 @@ from jaxgoodput.train.trainer import Trainer
 NUM_SAMPLES, BASE, WIDTH = 120, 12, 4
 INITIAL, STREAM, OWN, BY_ROW = "initial", "stream", "stream=own", "by-row"
 MAY_STICK = "may-stick"
+SAMPLES = "samples="
 
 
 def times_seen():
@@ -77,7 +80,9 @@ class Slow(ArraySource):
         if not self.hurry.exists():
             host = os.environ.get("JAXGOODPUT_HOST")
             is_slow = host == "slow" or (host == "moody" and (self.hurry.parent / "moody").exists())
-            time.sleep(self.step_s * share * (6 if is_slow else 1))
+            named = re.fullmatch(r"x(\d+)", host or "")
+            times = int(named[1]) if named else 6 if is_slow else 1
+            time.sleep(self.step_s * share * times)
 
 
 class Stream:
@@ -109,15 +114,24 @@ class Counting(Trainer):
     """Counts on the devices how often each sample was applied, beside a little real training."""
 
     def __init__(
-        self, config, *, step_s=0.0, by_row=False, stream=None, may_stick=False, **options
+        self,
+        config,
+        *,
+        step_s=0.0,
+        by_row=False,
+        stream=None,
+        may_stick=False,
+        num_samples=NUM_SAMPLES,
+        **options,
     ):
         super().__init__(config, **options)
+        self.num_samples = num_samples
         self.may_stick = may_stick
         self.step_s, self.by_row = step_s, by_row
         self.stream = stream
 
     def init(self, key):
-        return {"w": jax.random.normal(key, (WIDTH,)), "count": jnp.zeros(NUM_SAMPLES)}
+        return {"w": jax.random.normal(key, (WIDTH,)), "count": jnp.zeros(self.num_samples)}
 
     def loss(self, params, batch, key):
         own = params["count"][batch["id"]]
@@ -141,8 +155,9 @@ class Counting(Trainer):
         )
 
     def dataset(self):
-        x = np.random.default_rng(3).normal(size=(NUM_SAMPLES, WIDTH)).astype(np.float32)
-        rows = {"x": x, "id": np.arange(NUM_SAMPLES, dtype=np.int32)}
+        count = self.num_samples
+        x = np.random.default_rng(3).normal(size=(count, WIDTH)).astype(np.float32)
+        rows = {"x": x, "id": np.arange(count, dtype=np.int32)}
         hurry = pathlib.Path(self.config.workdir) / "hurry"
         self.source = Slow(rows, self.step_s, hurry, self.by_row)
         if self.stream is None:
@@ -219,7 +234,10 @@ def run(out, epochs, step_s, *settings, **options):
         options["initial"] = {"w": 3.0 + jnp.arange(WIDTH, dtype=jnp.float32)}
     if STREAM in settings or OWN in settings:
         options["stream"] = (epochs * NUM_SAMPLES, OWN in settings)
-    own = (INITIAL, STREAM, OWN, BY_ROW, MAY_STICK)
+    sizes = [x for x in settings if x.startswith(SAMPLES)]
+    if sizes:
+        options["num_samples"] = int(sizes[0].removeprefix(SAMPLES))
+    own = (INITIAL, STREAM, OWN, BY_ROW, MAY_STICK, *sizes)
     options["may_stick"] = MAY_STICK in settings
     made = config(out / "run", epochs, *(x for x in settings if x not in own))
     if "stream" in options:

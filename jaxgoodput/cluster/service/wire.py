@@ -17,7 +17,7 @@ from jaxgoodput.specs import STRICT, Hints, JobSpec, Node, Reservation, Tenant, 
 
 T = TypeVar("T")
 
-VERSION = 2
+VERSION = 3
 """The version of the protocol. The service refuses agents of another version."""
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
@@ -185,7 +185,7 @@ class NodeWork:
 
 @message
 class Report:
-    """News of a job's coordinator: it listens at an address, or it has ended."""
+    """News of a job: its coordinator listens at an address or has ended, or it has released devices."""
 
     job: str
     attempt: int
@@ -193,6 +193,8 @@ class Report:
     code: int | None = None
     """Its exit code; negative for the signal that ended it; None while it runs."""
     why: str = ""
+    released: tuple[int, ...] = ()
+    """Devices of this node without which the job goes on until its end."""
 
     def __post_init__(self):
         if self.code is not None and not -(2**31) <= self.code < 2**32:

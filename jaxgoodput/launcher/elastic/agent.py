@@ -356,6 +356,7 @@ class Agent:
             None  # the last failed worker: name, code, process
         )
         self._is_leaving = self._is_interrupted = False
+        self._code_left = SAVED  # exit code if the host leaves; 0 if the job has let it go
         self._is_over = False  # the coordinator has said that the job is over
         self._is_finished = False
         self._code: int | None = None
@@ -433,9 +434,20 @@ class Agent:
         if not self._workers:
             self._finish_leaving()
 
+    def _be_let_go(self, why: str) -> None:
+        """Have this host's workers leave after the current step: the rest of the run does not need them."""
+        if self._is_leaving:
+            return
+        self._is_leaving, self._code_left = True, DONE
+        say(f"{self._part.name} is released: {why}")
+        self._workers.kill_after_grace()
+        if not self._workers:
+            self._finish_leaving()
+
     def _finish_leaving(self) -> None:
         """End as the job has, or else as this host's workers have since it leaves: saved, or not needed."""
-        self._finish(self._code if self._is_over else exit_code([SAVED, *self._codes]))
+        code = exit_code([self._code_left, *self._codes])
+        self._finish(self._code if self._is_over else code)
 
     # -- what the coordinator says ---------------------------------------------------------------
 
@@ -453,6 +465,8 @@ class Agent:
             case ev.Refuse(_, why):
                 say(f"{self._part.name} was refused: {why}")
                 self._finish(USAGE)
+            case ev.LetGo(_, why):
+                self._be_let_go(why)
             case messages.CheckHost(peers):
                 # On a thread of its own: a check takes seconds, and workers must be watched meanwhile.
                 Worker("check", partial(self._examine, peers), on_error=self._check_failed)

@@ -180,7 +180,7 @@ class Coordinator:
         self._ever_came.add(host)
         self._tell_agent(host, messages.Accepted())
         say(f"{host} has joined, with {slots} process{'es' * (slots > 1)}")
-        self._happen(ev.HostArrived(host))
+        self._happen(ev.HostArrived(host, is_beside=channel.own == channel.peer))
 
     def _lose(self, host: str, why: str, channel: wire.Channel | None = None) -> None:
         """Close the connection to a host, and treat its processes as ended.
@@ -267,7 +267,7 @@ class Coordinator:
         for _ in range(0 if hello is None else hello.slots):
             self._start(action.host)
 
-    def _refuse(self, action: ev.Refuse) -> None:
+    def _turn_away(self, action: ev.Refuse | ev.LetGo) -> None:
         self._tell_agent(action.host, action)
 
     def _report_decision(self, action: ev.Tell) -> None:
@@ -395,7 +395,8 @@ _ACTIONS: Mapping[type[ev.Action], Callable] = {
     ev.StartProcess: Coordinator._start_process,
     ev.Examine: Coordinator._examine,
     ev.Admit: Coordinator._admit,
-    ev.Refuse: Coordinator._refuse,
+    ev.Refuse: Coordinator._turn_away,
+    ev.LetGo: Coordinator._turn_away,
     ev.Tell: Coordinator._report_decision,
     ev.Release: Coordinator._pass_on,
     ev.Save: Coordinator._save,

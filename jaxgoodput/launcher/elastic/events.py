@@ -21,6 +21,8 @@ class HostArrived(JobEvent):
     """Event: an agent has connected, for the first time or again. Its processes start after a check."""
 
     host: str
+    is_beside: bool = False
+    """Whether it runs on the machine of the coordinator."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,14 @@ class Admit(Action):
 @dataclass(frozen=True)
 class Refuse(Action):
     """Action: tell a host that it cannot take part, and why."""
+
+    host: str
+    why: str
+
+
+@dataclass(frozen=True)
+class LetGo(Action):
+    """Action: tell a host that the rest of the run does not need it, and why; its agent ends with 0."""
 
     host: str
     why: str

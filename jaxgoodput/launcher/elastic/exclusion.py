@@ -11,6 +11,7 @@ back.
 
 from collections.abc import Iterable, Mapping
 
+from jaxgoodput.launcher import early_release
 from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic import fitness
 from jaxgoodput.launcher.elastic.fitness import HostDecision, Pace
@@ -20,8 +21,11 @@ from jaxgoodput.launcher.elastic.state import Host, KnownProcess, Rendezvous, St
 def arrive(turn: Turn, event: ev.HostArrived) -> None:
     """Have a host that has connected checked, unless it is excluded for a time that is not over."""
     host, is_left_out = event.host, turn.state.is_left_out(event.host)
+    if early_release.has_enough(turn.state):
+        early_release.turn_away(turn, host)
+        return
     turn.change(leaving=turn.state.leaving - {host})
-    turn.change_host(host, is_here=True, is_asked=not is_left_out)
+    turn.change_host(host, is_here=True, is_beside=event.is_beside, is_asked=not is_left_out)
     if not is_left_out:
         turn.act(ev.Examine(host))
 
@@ -37,6 +41,10 @@ def examined(turn: Turn, event: ev.HostExamined) -> None:
     host, check = event.host, event.check
     known = turn.state.hosts.get(host)
     if known is None or not known.is_asked:
+        return
+    if early_release.has_enough(turn.state):  # since it was asked, others have left
+        turn.change_host(host, is_asked=False)
+        early_release.turn_away(turn, host)
         return
     if check.failure:
         turn.change(hosts={name: one for name, one in turn.state.hosts.items() if name != host})
@@ -78,6 +86,8 @@ def compare(turn: Turn) -> None:
         return
     if state.stage is not Stage.TRAINING or len(paces) < len(here):
         return
+    if any(member.leaves for member in here.values()):
+        return  # this generation is about to end
     hosts = {name: member.host for name, member in here.items()}
     samples_s = {name: pace.sample_s for name, pace in paces.items()}
     slow = fitness.are_slow(samples_s, hosts, factor)
@@ -112,7 +122,7 @@ def _share_saved(
 
 def check_again(turn: Turn) -> None:
     """Check hosts whose time of exclusion is over; all excluded ones if too few processes are left."""
-    if turn.state.stage is Stage.OVER:
+    if turn.state.stage is Stage.OVER or early_release.has_enough(turn.state):
         return
     for host, known in turn.state.hosts.items():
         if known.until_s is None or known.is_asked or not known.is_here:

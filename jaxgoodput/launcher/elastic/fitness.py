@@ -255,6 +255,11 @@ class Pace:
     """Samples of a batch, over all processes."""
     is_leased: bool
     """Whether a process takes another part whenever it has finished one; otherwise all get equal shares."""
+    left: int | None = None
+    """Samples that are left of the run, over all processes; None before its last epoch, or if the end is
+    not known."""
+    evaluates: bool = False
+    """Whether the run evaluates, at least at its end."""
 
 
 def ratios(paces: Mapping[str, float], hosts: Mapping[str, str]) -> dict[str, float]:
@@ -306,10 +311,10 @@ def saved(paces: Mapping[str, Pace], without: Collection[str], count: int) -> fl
     now = [pace.sample_s for pace in paces.values()]
     one = next(iter(paces.values()))
     step_s = statistics.median(pace.step_s for pace in paces.values())
-    return (_own_s(now, one) - _own_s(left[-count:], one)) / step_s
+    return (own_s(now, one) - own_s(left[-count:], one)) / step_s
 
 
-def _own_s(samples_s: Sequence[float], kind: Pace) -> float:
+def own_s(samples_s: Sequence[float], kind: Pace) -> float:
     """Return the seconds after which the last of these processes has finished its own part of a batch."""
     if not kind.is_leased:
         return max(samples_s) * kind.whole / len(samples_s)
@@ -332,7 +337,7 @@ class HostDecision:
 
     host: str
     decision: str
-    """"left out", "taken in again" or "refused"."""
+    """"left out", "taken in again", "released" or "refused"."""
     why: str
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Measurements behind the decision, by name."""

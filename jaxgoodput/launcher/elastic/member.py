@@ -424,6 +424,8 @@ class _PaceMeter:
             part=part,
             whole=whole,
             is_leased=is_leased,
+            left=steps[-1][1].left,
+            evaluates=steps[-1][1].evaluates,
         )
 
 

@@ -132,7 +132,7 @@ class SaveParts:
 
 FROM_AGENTS = (ev.ProcessExited, ev.Leave, ev.HostExamined)
 FROM_WORKERS = (ev.Ready, ev.LinksTried, ev.SetUp, ev.Beat, ev.ProcessDone, Connected)
-TO_AGENTS = (Accepted, ev.Refuse, CheckHost, StartWorker, ev.Kill, StopWorkers, ev.EndJob)
+TO_AGENTS = (Accepted, ev.Refuse, ev.LetGo, CheckHost, StartWorker, ev.Kill, StopWorkers, ev.EndJob)
 TO_WORKERS = (Welcome, Assignment, Connect, ev.Again, ev.EndGeneration, ev.Release, SaveParts)
 TO_WORKERS += (StateAddresses, HangUpOn)
 

@@ -24,6 +24,7 @@ in `exclusion`.
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxgoodput._exits import DONE, FAILED, SAVED, UNSAVED, Exit, RunFacts, exit_code, run_exit
+from jaxgoodput.launcher import early_release
 from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic import exclusion
 from jaxgoodput.launcher.elastic.fitness import ATTEMPTS_S
@@ -551,6 +552,7 @@ _RULES = (
     _kill_silent,
     _kill_frozen,
     _kill_stuck,
+    early_release.release_hosts,
     exclusion.compare,
     exclusion.check_again,
     exclusion.leave_out_unreached,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from jaxgoodput._exits import DONE
 from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic.fitness import Check, HostDecision, Pace
+from jaxgoodput.launcher.release_plan import ReleaseRecord
 
 _MOST_NEWS = 20
 
@@ -170,6 +171,8 @@ class Host:
 
     is_here: bool = True
     """Whether its agent is connected now."""
+    is_beside: bool = False
+    """Whether it is the machine on which the coordinator runs."""
     is_asked: bool = False
     """Whether it is being checked."""
     check: Check | None = None
@@ -222,6 +225,8 @@ class Rendezvous:
     """Generations in a row that ended by themselves without a step."""
     pause_until_s: float = 0.0
     """Time before which no generation is formed."""
+    release: ReleaseRecord = field(default_factory=ReleaseRecord)
+    """What decides which hosts may leave before the run ends."""
     num_failures: int = 0
     """Processes that have failed since the job began."""
     furthest: int = -1

@@ -28,6 +28,7 @@ from jaxgoodput.train.runs.membership import (
     OwnPart,
     Regroup,
     RunSnapshot,
+    WorkSharing,
 )
 from jaxgoodput.train.runs.processes import accumulated
 from jaxgoodput.train.runs.state import RunState
@@ -47,7 +48,7 @@ class Elastic:
     where: Place
     membership: Membership
     clock: Clock
-    leases: bool
+    sharing: WorkSharing
     runs_blocks: bool = False
     own_part: OwnPart | None = None
     """This process's part of the step that was dispatched last."""
@@ -61,7 +62,7 @@ class Elastic:
     def next_batch(self, now: RunState, meanwhile: Callable[[], None]) -> StepBatch | None:
         """Return the next batch, in parts if they are leased; None at the end of the data."""
         others = self.where.process_count > 1
-        if self.leases and others and now.batch.num_micro_batches > 1:
+        if self.sharing.leases and others and now.batch.num_micro_batches > 1:
             return self.loader.next_in_parts(now.batch, lambda: self.agreement.lease(now.step))
         return self.feed.next(now.batch, meanwhile)
 
@@ -77,7 +78,7 @@ class Elastic:
             assert work.sums is not None
             jax.block_until_ready(work.sums.weight)
         own_end_s = self.clock.now()
-        self.own_part = _own_part(engine, batch, num_rows, own_end_s - began_s)
+        self.own_part = self._own_part(engine, batch, num_rows, own_end_s - began_s)
         # The update donates the state, which would be lost if the sum failed under way.
         with self.membership.others_at_work():
             total = jax.block_until_ready(engine.reduce(work, control))
@@ -108,18 +109,24 @@ class Elastic:
         """Return why an error ends this generation but not the run; None if it ends the run."""
         return f"a process was lost: {error}" if is_of_a_peer(error) else None
 
+    def _own_part(self, engine: Engine, batch: StepBatch, num_rows: int, seconds: float) -> OwnPart:
+        """Return this process's part of a step and its seconds: of computing or reading, the longer one."""
+        config = batch.config
+        num_parts = 1 if batch.parts is not None else config.num_micro_batches
+        return OwnPart(
+            seconds=max(seconds, batch.read_s),
+            num_samples=num_rows,
+            part=engine.layout.num_replicas * config.micro_batch_size * num_parts,
+            whole=config.global_batch_size,
+            is_leased=batch.parts is not None,
+            left=self._samples_left(batch),
+            evaluates=self.sharing.evaluates,
+        )
 
-def _own_part(engine: Engine, batch: StepBatch, num_rows: int, seconds: float) -> OwnPart:
-    """Return this process's part of a step and its seconds, of computing or reading, whichever is longer."""
-    config = batch.config
-    num_parts = 1 if batch.parts is not None else config.num_micro_batches
-    return OwnPart(
-        seconds=max(seconds, batch.read_s),
-        num_samples=num_rows,
-        part=engine.layout.num_replicas * config.micro_batch_size * num_parts,
-        whole=config.global_batch_size,
-        is_leased=batch.parts is not None,
-    )
+    def _samples_left(self, batch: StepBatch) -> int | None:
+        """Return the samples after this batch; None before the last epoch, or if no host may be released."""
+        left = self.loader.samples_left(batch) if self.sharing.may_release else None
+        return left if left is not None and left <= self.loader.dataset_size else None
 
 
 # -- generations -------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from jaxgoodput.train.control import (
 from jaxgoodput.train.process import launched
 from jaxgoodput.train.runs.alone import Alone
 from jaxgoodput.train.runs.elastic import Elastic
-from jaxgoodput.train.runs.membership import Membership
+from jaxgoodput.train.runs.membership import Membership, WorkSharing
 from jaxgoodput.train.runs.processes import Processes, Spanning, agreement_of
 from jaxgoodput.train.tables.feed import Feed
 
@@ -36,7 +36,7 @@ def run_of(
     first: BatchConfig,
     feed: Feed,
     loader: Loader,
-    leases: bool,
+    sharing: WorkSharing,
     membership: Membership | None,
     clock: Clock,
 ) -> Run:
@@ -50,11 +50,11 @@ def run_of(
         decisions = OwnDecisions(requests, strategies)
     agreement = agreement_of(where)
     if membership is not None:
-        return Elastic(feed, decisions, loader, agreement, where, membership, clock, leases)
+        return Elastic(feed, decisions, loader, agreement, where, membership, clock, sharing)
     if where.spans:
         return Spanning(feed, decisions)
     if has_others(where):
-        return Processes(feed, decisions, loader, agreement, leases)
+        return Processes(feed, decisions, loader, agreement, sharing.leases)
     return Alone(feed, decisions)
 
 

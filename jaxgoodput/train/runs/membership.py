@@ -89,6 +89,23 @@ class OwnPart:
     """Samples of the batch, over all processes."""
     is_leased: bool
     """Whether a process takes another part when it is done with one. Otherwise all get the same number."""
+    left: int | None = None
+    """Samples that are left of the run after this step, over all processes; None before its last epoch, or if
+    the end is not known."""
+    evaluates: bool = False
+    """Whether the run evaluates, at least at its end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkSharing:
+    """How processes share the work of a run."""
+
+    leases: bool
+    """Whether they take micro-batches as they become free."""
+    may_release: bool
+    """Whether hosts may leave once the rest of the run does not need them."""
+    evaluates: bool
+    """Whether the run evaluates, at least at its end."""
 
 
 @dataclass(frozen=True)

@@ -253,6 +253,41 @@ def test_a_device_is_the_next_jobs_when_the_last_process_has_gone(jobs):
     assert second.command[second.command.index("--local-devices") + 1] == "0"
 
 
+def test_devices_that_a_job_released_go_back_and_no_process_starts_there_again(jobs):
+    where = {"address": "x:1", "coordinates": False, "attempt": 3}
+    take(jobs, task(**where))
+    first, second = jobs.of("agent")
+    first.on_line("[n0:0.1] jaxgoodput: n0:0 is released: by a script")
+    second.on_line("jaxgoodput: n0:1 is released: the remaining 9 samples need no more than 1 host")
+    jobs.look()
+    assert not second.is_told and not jobs.reports(), "it still leaves"
+    second.exit = 0
+    jobs.look()
+    (report,) = jobs.reports()
+    assert (report.released, report.attempt, report.code) == ((1,), 3, None)
+    jobs._clock.advance(60.0)
+    jobs.look()
+    assert jobs.of("agent") == [first] and not jobs.reports()
+    take(jobs, task(**where, devices=(0,), generation=2))
+    take(jobs, task(**where, generation=3))
+    assert [devices_of(x) for x in jobs.of("agent")] == ["0", "1"], "it was given to the job again"
+    first.exit = 0
+    jobs.look()
+    assert not jobs.reports()
+
+
+def test_a_device_that_was_released_is_used_by_the_next_attempt(jobs):
+    where = {"coordinates": False, "devices": (0,)}
+    take(jobs, task(**where, address="x:1"))
+    (first,) = jobs.of("agent")
+    first.on_line("jaxgoodput: n0:0 is released: it is not needed")
+    first.exit = 0
+    jobs.look()
+    jobs._clock.advance(60.0)
+    take(jobs, task(**where, address="x:2", attempt=2))
+    assert len(jobs.of("agent")) == 1
+
+
 def test_another_attempt_waits_for_the_end_of_the_last_one(jobs):
     take(jobs, task())
     (first,) = jobs.started

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxgoodput._exits import SAVED
+from jaxgoodput.cluster.catalogue import catalogue
+from jaxgoodput.cluster.service.planning import decide
 from jaxgoodput.cluster.service.record import commands
 from jaxgoodput.cluster.service.record.commands import Caller, CommandRefused
 from jaxgoodput.cluster.service.record.events import (
@@ -115,6 +117,46 @@ def test_a_pause_has_the_coordinator_save_and_the_job_comes_back(world):
     world.plan(a={"n0": (5,)}.items())
     task = world.task("a")
     assert (task.runs, task.attempt, task.address) == (True, first + 1, None)
+
+
+def test_released_devices_are_free_and_the_job_is_given_no_others(world):
+    world.submit("a", min_devices=1, max_devices=4)
+    world.plan(a={"n0": (0, 1, 2, 3)}.items())
+    first = world.state.jobs["a"]
+    assert _most_planned(world) == 4
+    world.report("a", released=(1, 3, 7))
+    job = world.state.jobs["a"]
+    assert dict(job.allocation.devices) == {"n0": (0, 2)}
+    assert job.allocation.generation == first.allocation.generation + 1
+    assert (job.attempt, job.address, job.phase) == (first.attempt, first.address, "running")
+    assert world.task("a").devices == (0, 2)
+    assert not {("n0", 1), ("n0", 3)} & owners(world.state).keys()
+    assert _most_planned(world) == 2
+    world.report("a", released=(1, 3))  # said twice
+    assert world.state.jobs["a"].allocation == job.allocation
+    world.report("a", released=(0, 2))  # a job keeps its minimum
+    assert world.state.jobs["a"].allocation == job.allocation
+
+
+def test_only_the_node_with_the_devices_releases_them_and_only_in_this_attempt(world):
+    world.join("n1")
+    world.submit("a", min_devices=1, max_devices=4)
+    world.plan(a={"n0": (0,), "n1": (0, 1)}.items())
+    before = world.state.jobs["a"].allocation
+    late = Report(job="a", attempt=world.state.jobs["a"].attempt - 1, released=(0,))
+    world.do(commands.report(world.state, "n0", "one", (late,)))
+    world.report("a", node="n0", released=(1,))
+    assert world.state.jobs["a"].allocation == before
+    world.report("a", node="n1", released=(1,))
+    assert dict(world.state.jobs["a"].allocation.devices) == {"n0": (0,), "n1": (0,)}
+
+
+def _most_planned(world):
+    """How many devices a policy may give to the only job."""
+    rules = decide.PlanRules(named=catalogue()["goodput"])
+    (view,) = decide.views_of(world.state, world.now_s, rules)
+    assert view.spec.min_devices == 1
+    return view.spec.max_devices
 
 
 @pytest.mark.parametrize(
@@ -430,7 +472,7 @@ def test_what_is_refused_and_why(world, call, status, says):
 def test_agents_that_cannot_come():
     node = Node(name="x", kind="cpu", num_devices=1)
     join = Join(node=node, instance="one", version=VERSION - 1)
-    with pytest.raises(CommandRefused, match="speaks version 1, but"):
+    with pytest.raises(CommandRefused, match=f"speaks version {VERSION - 1}, but"):
         commands.join(State(), join)
     with pytest.raises(ValueError, match="joins with state 'down'"):
         dataclasses.replace(join, node=dataclasses.replace(node, state="down"))

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from jaxgoodput._exits import DONE, SAVED, USAGE, RunFacts, run_exit
 from jaxgoodput.clock import Clock
@@ -19,6 +20,9 @@ from jaxgoodput.cluster.service.node.process import OutputBuffer, Process
 from jaxgoodput.cluster.service.wire import JobTask, NodeWork, Report
 from jaxgoodput.launcher.variables import to_line
 
+RELEASED = (
+    " is released: "  # an agent prints its name and this if its job does not need it any more
+)
 AT = "the job is at "  # a coordinator prints this and its address once it listens
 LONGEST_BACKOFF_S = 30.0
 MOST_REPORTS = 40  # sent at once, each of up to 12 KB
@@ -69,6 +73,8 @@ class _NodeJob:
     """Processes by their devices."""
     failures: dict[tuple[int, ...], tuple[int, float]] = field(default_factory=dict)
     """Consecutive failures by devices, and the time of the next try."""
+    released: dict[tuple[int, ...], str] = field(default_factory=dict)
+    """The address of the coordinator that needs these devices no more, by devices."""
     lines: OutputBuffer = field(default_factory=OutputBuffer)
     is_over: bool = False
 
@@ -211,7 +217,9 @@ class Jobs:
         self, job: _NodeJob, address: str | None = None, code: int | None = None, why: str = ""
     ) -> None:
         name, attempt = job.task.job, job.attempt
-        report = Report(job=name, attempt=attempt, address=address, code=code, why=why[:2000])
+        self._send(Report(job=name, attempt=attempt, address=address, code=code, why=why[:2000]))
+
+    def _send(self, report: Report) -> None:
         with self._reporting:
             self._reports.append(report)
 
@@ -224,6 +232,9 @@ class Jobs:
             if code is None:
                 continue
             del job.members[group]
+            if job.released.get(group) == member.address:
+                task = job.task
+                self._send(Report(job=task.job, attempt=task.attempt, released=group))
             count = 0 if code in (DONE, SAVED) else job.failures.get(group, (0, 0.0))[0] + 1
             wait_s = min(2.0**count, LONGEST_BACKOFF_S) if count else 1.0
             job.failures[group] = count, self._clock.now() + wait_s
@@ -234,28 +245,42 @@ class Jobs:
         wanted = set[tuple[int, ...]]()
         if address is not None:
             wanted = set(groups(task.devices, task.devices_per_process))
+        for group in set(job.released) - wanted:  # they may be given to the job again
+            del job.released[group]
         for group, member in job.members.items():
             if group not in wanted or member.address != address:
                 member.process.stop(self._place.grace_s + 10.0)
-        for group in sorted(wanted - set(job.members)):
+        needed = {group for group in wanted if job.released.get(group) != address}
+        for group in sorted(needed - set(job.members)):
             if now_s >= job.failures.get(group, (0, 0.0))[1] and self._is_free(group):
                 assert address is not None  # or no group would be wanted
                 self._start_member(job, group, address)
 
     def _start_member(self, job: _NodeJob, group: tuple[int, ...], address: str) -> None:
+        name = f"{self._place.node}:{group[0]}"
         options = [
-            *("agent", "--secret-stdin", "--name", f"{self._place.node}:{group[0]}"),
+            *("agent", "--secret-stdin", "--name", name),
             *("--rdzv-endpoint", address, "--nproc-per-node", "1", "--reconnect-s", "60"),
             *("--devices-per-process", str(len(group))),
             *("--local-devices", ",".join(map(str, group))),
         ]
         try:
-            process = self._start(job, options, job.lines.add)
+            process = self._start(
+                job, options, partial(self._hear_member, job, group, name, address)
+            )
         except OSError as error:
             job.failures[group] = 1, self._clock.now() + LONGEST_BACKOFF_S
             job.lines.add(f"jaxgoodput: {self._place.node}: {error}")
         else:
             job.members[group] = _Member(process, address)
+
+    def _hear_member(
+        self, job: _NodeJob, group: tuple[int, ...], name: str, address: str, line: str
+    ) -> None:
+        """Handle a line of an agent, which may say that the job does not need it any more."""
+        job.lines.add(line)
+        if line.startswith(f"jaxgoodput: {name}{RELEASED}"):
+            job.released[group] = address
 
     def _is_free(self, group: tuple[int, ...]) -> bool:
         """Whether no process of any job uses one of these devices."""

@@ -64,13 +64,23 @@ def views_of(
     offered = tuple(sorted({*shapes(cluster), *(s for s in held if s is not None)}))
     used = _used_by_tenant(state, now_s, rules.half_life_s) if rules.sharing.tenants else {}
     views = []
-    for entry in state.active.values():
+    for entry in map(_without_released, state.active.values()):
         entry = entry if rules.named.mode == "adaptive" else _rigid(entry, cluster)
         spec = entry.spec
         more = _packed(cluster, spec.num_devices or 1) if spec.mode == "rigid" else ()
         table = _table(entry, (*offered, *more), now_s, tables)
         views.append(_view(counted_until(now_s, entry, kind_of), table, now_s, rules, used))
     return tuple(views)
+
+
+def _without_released(entry: JobEntry) -> JobEntry:
+    """Return a job that wants no more devices than it still needs until its end."""
+    spec = entry.spec
+    if entry.most_devices is None or entry.most_devices >= spec.max_devices:
+        return entry
+    spec = dataclasses.replace(spec, max_devices=max(entry.most_devices, spec.min_devices))
+    submission = dataclasses.replace(entry.submission, spec=spec)
+    return dataclasses.replace(entry, submission=submission)
 
 
 def _rigid(entry: JobEntry, cluster: ClusterSpec) -> JobEntry:

@@ -236,13 +236,24 @@ def revive(state: State, name: str) -> Outcome:
 
 
 def report(state: State, node: str, instance: str, reports: tuple[Report, ...]) -> Outcome:
-    """Record that coordinators on a node listen or ended. Reports of earlier attempts are ignored."""
+    """Record that coordinators on a node listen or ended, and which of its devices jobs have released.
+
+    Reports of earlier attempts are ignored.
+    """
     check_agent(state, node, instance)
     found: list[Event] = []
     for one in reports:
         job, attempt = one.job, one.attempt
         entry = state.active.get(job)
-        if entry is None or entry.home != node or entry.attempt != attempt:
+        if entry is None or entry.attempt != attempt:
+            continue
+        held = entry.allocation.devices.get(node, ())
+        released = tuple(sorted(set(one.released) & set(held)))
+        if released:
+            found.append(
+                events.DevicesReleased(job=job, attempt=attempt, node=node, devices=released)
+            )
+        if entry.home != node:
             continue
         if one.code is not None:
             ended = events.CoordinatorEnded(job=job, attempt=attempt, code=one.code, why=one.why)

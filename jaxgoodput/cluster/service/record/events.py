@@ -97,6 +97,17 @@ class CoordinatorEnded:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DevicesReleased:
+    """An event of the journal: a job goes on without these devices of a node, and gets no others for them."""
+
+    job: str
+    attempt: int
+    node: str
+    devices: tuple[int, ...]
+    """Local indices."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RequestAnswered:
     """An event of the journal: a request with an idempotency key got this answer, also for repetitions."""
 
@@ -118,6 +129,7 @@ Event: TypeAlias = (
     | ReasonsGiven
     | CoordinatorListening
     | CoordinatorEnded
+    | DevicesReleased
     | RequestAnswered
 )
 

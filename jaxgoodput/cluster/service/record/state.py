@@ -93,6 +93,8 @@ class JobEntry:
     """Consecutive attempts that saved and ended although the job kept its devices."""
     code: int | None = None
     """Exit code with which the job ended; None before, or if it did not end by itself."""
+    most_devices: int | None = None
+    """Most devices that it still needs until its end; None if it has released none."""
     hints: Hints | None = None
     past: tuple[HeldDevices, ...] = ()
 
@@ -184,6 +186,8 @@ def step(state: State, entry: events.JournalEntry) -> State:
             return _restated(state, dataclasses.replace(_known(state, job), address=address))
         case events.CoordinatorEnded():
             return _ended(state, event)
+        case events.DevicesReleased():
+            return _released(state, event)
         case events.RequestAnswered():
             return _answered(state, event)
 
@@ -449,6 +453,24 @@ def _without_node(state: State, job: JobEntry, name: str) -> State:
         else:
             job = dataclasses.replace(job, home=None, address=None)
     return _restated(state, job, before)
+
+
+def _released(state: State, event: events.DevicesReleased) -> State:
+    """Return the state with a job that goes on without some devices; none if the rest were too few."""
+    job = _known(state, event.job)
+    before, gone = job.allocation, {(event.node, index) for index in event.devices}
+    left = {
+        name: kept
+        for name, local in before.devices.items()
+        if (kept := tuple(index for index in local if (name, index) not in gone))
+    }
+    count = sum(map(len, left.values()))
+    is_fewer = count < sum(map(len, before.devices.values()))
+    if not is_fewer or count < (job.spec.num_devices or job.spec.min_devices):
+        return state
+    job = dataclasses.replace(job, most_devices=count)
+    allocation = Allocation(devices=left, generation=before.generation + 1)
+    return _restated(state, _reallocated(state, job, allocation), before)
 
 
 def _planned(state: State, event: events.PlanMade) -> State:
