@@ -4,12 +4,13 @@
     python benchmarks/random_keys.py --only "3 processes"
 
 Each row is a job of its own: two layers with dropout, on samples that are shifted at random, 63 updates of 24
-samples, the last one of 18. A figure is the largest difference of a step's loss, as a share of it. The first column has a key
-for each micro-batch on each replica (the default) and compares with one process that has as many replicas
-and the same micro-batches; the second compares the same with one device. The last has `keys="sample"` and
-compares with one device. The exit code is 1 if the first or the last is above 1e-6 where it must not be:
-hosts that come and go change the replicas, and leases who computes a micro-batch, so that rows with these
-have no first figure.
+samples, the last one of 18. A figure is the largest difference of a step's loss, as a share of the loss.
+
+The first column has a key for each micro-batch on each replica (the default), and compares with one process
+that has as many replicas and the same micro-batches; the second compares the same run with one device. The
+last has `keys="sample"`, and compares with one device. The exit code is 1 if a figure of the first or the
+last column is above 1e-6. The first has none if hosts come and go, which changes the replicas, or with
+leases, which change who computes a micro-batch.
 """
 
 import argparse
