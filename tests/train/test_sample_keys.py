@@ -98,7 +98,8 @@ def check_same(found, wanted):
 
 
 SPLIT = {"tuning__accumulate": True, "batch": jg.BatchLimits(base=BASE, max=BASE, micro=(1, 2))}
-CUT = (jg.Strategy(fsdp=2, rules=(("w", PartitionSpec("fsdp")),)),)
+RULES = (("w", PartitionSpec("fsdp")),)
+CUT, CUT_TWICE = ((jg.Strategy(data=n, fsdp=2, rules=RULES),) for n in (1, 2))
 WAYS = {
     "micro-batches": SPLIT,
     "two replicas": {"num_devices": 2},
@@ -107,7 +108,7 @@ WAYS = {
     "four replicas of micro-batches": {"num_devices": 4, **SPLIT},
     "one loss over three replicas": {"num_devices": 3, "loss": "global"},
     "cut": {"num_devices": 2, "strategies": CUT},
-    "cut, two replicas of micro-batches": {"num_devices": 4, "strategies": CUT, **SPLIT},
+    "cut, two replicas of micro-batches": {"num_devices": 4, "strategies": CUT_TWICE, **SPLIT},
 }
 QUICK = ("micro-batches", "three replicas, padded")
 
@@ -175,6 +176,7 @@ class Ordered(Dropped):
         return jg.stream(lambda number: iter({"x": row} for row in x))
 
 
+@pytest.mark.slow
 def test_samples_of_a_stream_are_told_apart_by_their_places(tmp_path):
     settings = {"make": Ordered, "epochs": None, "base_steps": 9.0}
     wanted = losses(tmp_path / "whole", **settings)
@@ -302,6 +304,7 @@ class Coupled(Dropped):
         return each / jnp.sum(each)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make, is_coupled", [(Dropped, False), (Coupled, True)])
 def test_dropout_couples_no_samples(tmp_path, warnings, make, is_coupled):
     losses(tmp_path, make, epochs=1, **SPLIT)
@@ -325,6 +328,7 @@ def test_strategies_are_compared_with_the_same_loss(tmp_path):
     assert [type(x) for x in found] == [Outlook] and found[0].fits
 
 
+@pytest.mark.slow
 def test_evaluations_and_the_data_set_know_nothing_of_it(tmp_path):
     class Judged(Dropped):
         def eval_dataset(self):
