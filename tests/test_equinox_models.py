@@ -101,6 +101,17 @@ def test_training_moves_the_statistics_and_prediction_uses_them(key, x):
     assert np.any(again != out)  # dropout follows the key
 
 
+def test_training_takes_one_key_or_a_key_for_each_row(key, x):
+    model = normed()
+    made = model.init(key)
+    train = jax.jit(model.train)
+    one, _ = train(made.params, made.model_state, key, x)
+    each, _ = train(made.params, made.model_state, jax.random.split(key, len(x)), x)
+    np.testing.assert_array_equal(one, each)
+    other, _ = train(made.params, made.model_state, jax.random.split(jax.random.key(7), len(x)), x)
+    assert np.any(one != other)
+
+
 class Fitted(Trainer):
     """Regression on the sum of the features, by whatever model."""
 

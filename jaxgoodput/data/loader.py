@@ -96,6 +96,7 @@ class Loader:
       num_retries: see `Readers`.
       on_host: function of the rows of every micro-batch, padding included, which is called in the background
         and whose result becomes `MicroBatch.on_host`.
+      numbered: hand out `NumberedRows`, which tell the epoch and the index of each sample.
 
     Raises:
       ValueError: an argument is out of range, or the source is empty.
@@ -117,6 +118,7 @@ class Loader:
         num_readers: int | None = 1,
         num_retries: int = 0,
         on_host: Callable[[PyTree], Any] | None = None,
+        numbered: bool = False,
     ):
         if not 0 <= process_index < process_count:
             raise ValueError(
@@ -142,6 +144,7 @@ class Loader:
             num_readers=num_readers,
             num_retries=num_retries,
             on_host=on_host,
+            numbered=numbered,
         )
         # Raises for an empty dataset, or for a cursor that another dataset left.
         _, cursor = take(cursor, len(source), 0, shuffle=shuffle)

@@ -21,7 +21,15 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.cursor import Cursor, Permutations, epochs_of, take
 from jaxgoodput.data.readers import Readers, Reading
-from jaxgoodput.data.rows import check_same_kind, held_rows, narrow, parts_of, put_rows
+from jaxgoodput.data.rows import (
+    NumberedRows,
+    check_same_kind,
+    held_rows,
+    narrow,
+    numbered,
+    parts_of,
+    put_rows,
+)
 from jaxgoodput.data.sources import Source, is_endless
 from jaxgoodput.data.streams import StreamSource, StreamState
 from jaxgoodput.goodput.search import BatchConfig
@@ -34,7 +42,7 @@ class MicroBatch:
     """The samples that all replicas of a mesh compute at once, split over the replicas."""
 
     data: PyTree[jax.Array]
-    """Samples of all replicas; leaves `[rows, ...]`."""
+    """Samples of all replicas; leaves `[rows, ...]`. `NumberedRows` if the loader is `numbered`."""
     mask: Float[Array, " rows"]
     """1 for samples, 0 for padding. That repeats a sample of its replica, so that a masked loss is finite."""
     on_host: Any = None
@@ -60,22 +68,37 @@ class Places:
 
 
 @dataclass(frozen=True)
+class OwnRows:
+    """Rows of this process that are being read: its samples, and maybe one more sample to pad with."""
+
+    reading: Reading
+    num_samples: int
+    """Number of its samples, without the one to pad with."""
+    epochs: Int[np.ndarray, " rows"]
+    indices: Int[np.ndarray, " rows"]
+
+
+@dataclass(frozen=True)
 class PendingRead:
     """Micro-batches whose samples are still being read, together: one, or several whole ones."""
 
     before: Position
     places: Places
     """Their samples, over all processes."""
-    num_mine: int
-    """Number of these samples that this process reads."""
+    mine: OwnRows
+    """The rows that this process reads."""
     mesh_rows: int
     """Rows of this process's mesh in each, with padding."""
     num_rows: int
     """Rows of all meshes in each, with padding."""
     sharding: NamedSharding
-    reading: Reading
     count: int = 1
     """Number of micro-batches."""
+
+    @property
+    def reading(self) -> Reading:
+        """The reads of this process's rows."""
+        return self.mine.reading
 
 
 @dataclass(frozen=True)
@@ -134,6 +157,7 @@ class MicroBatchReader:
     num_readers: int | None
     num_retries: int
     on_host: Callable[[PyTree], Any] | None
+    numbered: bool
 
     def __post_init__(self):
         source = self.source
@@ -214,17 +238,15 @@ class MicroBatchReader:
             num_meshes, mesh = self.mesh_of(sharding)
             mesh_rows = config.num_replicas // num_meshes * config.micro_batch_size
             num_rows = mesh_rows * num_meshes
-            num_mine, reading = self._begin_rows(
-                sharding, mesh_rows, [i * num_rows + mesh * mesh_rows for i in range(count)], places
-            )
+            firsts = [i * num_rows + mesh * mesh_rows for i in range(count)]
+            mine = self._begin_rows(sharding, mesh_rows, firsts, places)
             return PendingRead(
                 before=position,
                 places=places,
-                num_mine=num_mine,
+                mine=mine,
                 mesh_rows=mesh_rows,
                 num_rows=num_rows,
                 sharding=sharding,
-                reading=reading,
                 count=count,
             )
         except Exception as error:  # raised in the loop when this micro-batch is due
@@ -242,11 +264,7 @@ class MicroBatchReader:
         began_s = self.clock.now()
         try:
             found = self._assembled(
-                pending.reading,
-                pending.num_mine,
-                pending.sharding,
-                pending.mesh_rows,
-                pending.count,
+                pending.mine, pending.sharding, pending.mesh_rows, pending.count
             )
             read_s = 0.0 if self.readers.are_threads else self.clock.now() - began_s
             return list(self._portions(pending, found, read_s / pending.count))
@@ -279,38 +297,35 @@ class MicroBatchReader:
 
         If the batch has fewer rows, the rest is padding. Raises what reading raises.
         """
-        num_mine, reading = self._begin_rows(sharding, num_rows, [part * num_rows], places)
-        (found,) = self._assembled(reading, num_mine, sharding, num_rows)
+        mine = self._begin_rows(sharding, num_rows, [part * num_rows], places)
+        (found,) = self._assembled(mine, sharding, num_rows)
         return found
 
     def _begin_rows(
         self, sharding: NamedSharding, num_rows: int, firsts: Sequence[int], places: Places
-    ) -> tuple[int, Reading]:
-        """Begin to read the rows that this process holds of parts that begin at rows `firsts`.
-
-        Returns how many of them are samples.
-        """
+    ) -> OwnRows:
+        """Begin to read the rows that this process holds of parts that begin at rows `firsts`."""
         held, _ = self._whole(sharding, num_rows)
         rows = np.concatenate([first + held for first in firsts])
         mine = rows[rows < len(places.indices)]
         # If rows are missing, one more sample is read to pad with, even if there is no other.
         wanted = mine if len(mine) == len(rows) else np.append(mine, 0)
-        return len(mine), self.readers.begin(places.indices[wanted], places.epochs[wanted])
+        indices, epochs = places.indices[wanted], places.epochs[wanted]
+        reading = self.readers.begin(indices, epochs)
+        return OwnRows(reading, len(mine), epochs, indices)
 
     def _assembled(
-        self,
-        reading: Reading,
-        num_mine: int,
-        sharding: NamedSharding,
-        num_rows: int,
-        count: int = 1,
+        self, mine: OwnRows, sharding: NamedSharding, num_rows: int, count: int = 1
     ) -> list[MicroBatch]:
         """Wait for the rows of `count` micro-batches, and put them on the devices, in one call."""
         held, full_mask = self._whole(sharding, num_rows)
+        num_mine = mine.num_samples
         num_padded = count * len(held) - num_mine
-        rows = reading.result()
+        rows = mine.reading.result()
         self._kind = check_same_kind(rows, self._kind, num_mine + bool(num_padded))
         rows, mask = narrow(rows), full_mask
+        if self.numbered:
+            rows = numbered(rows, mine.epochs, mine.indices)
         if num_padded:
             filled = _padded(held, num_mine, sharding.shard_shape((num_rows,))[0])
             rows = jax.tree.map(lambda x: x[filled], rows)
@@ -318,11 +333,16 @@ class MicroBatchReader:
             mask = put_rows(ones, held, sharding, num_rows=num_rows)
         each = [rows] if count == 1 else _split(rows, count)
         placed = put_rows(each, held, sharding, num_rows=num_rows)
-        on_host = self.on_host or (lambda rows: None)
         return [
-            MicroBatch(data=data, mask=mask, on_host=on_host(rows))
+            MicroBatch(data=data, mask=mask, on_host=self._computed_on_host(rows))
             for data, rows in zip(placed, each, strict=True)
         ]
+
+    def _computed_on_host(self, rows: PyTree[np.ndarray]) -> Any:
+        """Return the result of `on_host` for the rows of a micro-batch."""
+        if self.on_host is None:
+            return None
+        return self.on_host(rows.own if isinstance(rows, NumberedRows) else rows)
 
     def _whole(self, sharding: NamedSharding, num_rows: int) -> tuple[np.ndarray, Array]:
         """Return which of `num_rows` rows this process holds, and a mask of ones, which is made once.

@@ -12,7 +12,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jaxtyping import Int, PyTree
+from jaxtyping import Int, PyTree, UInt
+
+from jaxgoodput._pytree import struct
+
+
+@struct
+class NumberedRows:
+    """A batch whose rows tell which samples they are. A loss that has a key for each sample needs it."""
+
+    own: PyTree
+    """The batch itself; leaves `[rows, ...]`."""
+    numbers: Any
+    """The epoch and the index of each row's sample: uint32 `[rows, 4]`, two words each, the low one first."""
+
+
+def numbered(
+    rows: PyTree, epochs: Int[np.ndarray, " rows"], indices: Int[np.ndarray, " rows"]
+) -> NumberedRows:
+    """Return a batch on the host with the epochs and the indices of its samples.
+
+    >>> numbered({"x": np.zeros(2)}, np.array([0, 1]), np.array([7, 2**32])).numbers.tolist()
+    [[0, 0, 7, 0], [1, 0, 0, 1]]
+    """
+    return NumberedRows(own=rows, numbers=_words(epochs, indices))
+
+
+def numbered_sample(sample: PyTree) -> NumberedRows:
+    """Return an abstract sample, without a batch axis, as a row of `NumberedRows`."""
+    return NumberedRows(own=sample, numbers=jax.ShapeDtypeStruct((4,), np.uint32))
+
+
+def _words(
+    epochs: Int[np.ndarray, " rows"], indices: Int[np.ndarray, " rows"]
+) -> UInt[np.ndarray, "rows 4"]:
+    """Return epochs and indices as words of 32 bits, which JAX holds also without `jax_enable_x64`."""
+    wide = np.stack([epochs, indices], axis=1).astype("<u8")
+    return wide.view("<u4").astype(np.uint32)
 
 
 def check_same_kind(

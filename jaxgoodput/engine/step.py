@@ -99,6 +99,9 @@ class Problem:
     """Whether, on CPU, matrix gradients become products that XLA computes fast there (`gradients.py`)."""
     summed: tuple[str, ...] = ()
     """Paths in the model state to which micro-batches add over samples: see `Variables.summed`."""
+    has_sample_keys: bool = False
+    """Whether `loss_and_state` gets the key of the run, of which it makes one for each sample: see
+    `with_sample_keys`. If not, it gets a key for each step, replica and micro-batch."""
 
     def mask(self, params: PyTree) -> PyTree:
         """Return a tree of bool: which leaves train."""

@@ -41,8 +41,8 @@ def from_equinox(make: Callable[[Array], Any], *, axis_name: str = "batch") -> M
     Inputs of `train` and `predict` are `[batch, ...]`. The model is called with one row, as `model(*inputs)`,
     or as `model(*inputs, state)` if it has a state, and then returns its output and the next state. If its
     call names a parameter `key`, every row gets a key of its own in training and None in prediction, which
-    is made in inference mode. `axis_name` is the name of the batch axis, for layers such as
-    `eqx.nn.BatchNorm`.
+    is made in inference mode. `train` takes one key, which it splits, or one for each row. `axis_name` is the
+    name of the batch axis, for layers such as `eqx.nn.BatchNorm`.
     """
     eqx = _equinox()
 
@@ -106,7 +106,9 @@ def _of_rows(
 ) -> tuple[Any, Any]:
     """Return the outputs of a model for every row, and its state after them, None if it has none."""
     is_keyed = "key" in inspect.signature(type(model).__call__).parameters
-    keys = None if key is None else jax.random.split(key, len(jax.tree.leaves(inputs)[0]))
+    keys = key
+    if key is not None and key.ndim == 0:  # else it has one for each row
+        keys = jax.random.split(key, len(jax.tree.leaves(inputs)[0]))
 
     def of_one(key: Array | None, *rows: Any) -> tuple[Any, Any]:
         more = {"key": key} if is_keyed else {}

@@ -289,6 +289,14 @@ class Config:
     holds a whole copy and the model constrains no sharding, else global. "whole" passes the whole batch,
     never split into micro-batches; use this for losses in which samples see each other.
     """
+    keys: Literal["micro-batch", "sample"] = "micro-batch"
+    """Random keys that `loss` gets: one for all samples of a call, or one for each sample.
+
+    With "sample" it gets an array of keys, `[micro_batch_size]`, each made from the seed, the epoch and the
+    index of its sample. Draw with `jax.vmap` over them. Random numbers, such as those of dropout or an
+    augmentation, are then the same for any micro-batches, replicas, devices and processes, and if the run is
+    resumed. In a stream the index is the sample's place.
+    """
     rule: Annotated[Rule, Remedy(_RULE)] | None = None
     """Rule for the learning-rate gain; None chooses one for each leaf that suits its optimizer.
 

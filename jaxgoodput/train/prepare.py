@@ -481,6 +481,7 @@ def _open_data(
         num_retries=config.execution.read_retries,
         clock=inputs.clock,
         on_host=inputs.tables.ids,
+        numbered=config.keys == "sample",
     )
     stack.callback(loader.close)
     return loader

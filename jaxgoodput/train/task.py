@@ -30,7 +30,8 @@ class Task:
 
         Return per-sample losses `[micro_batch_size]` if you can. If the weight is not the number of samples,
         return `Loss(sum, weight, aux)`, per sample or in total. A scalar mean works too, but cannot leave out
-        padded samples. `key` is fresh for every micro-batch on every replica.
+        padded samples. `key` is fresh for every micro-batch on every replica. With `Config(keys="sample")` it
+        is an array of keys, `[micro_batch_size]`, one for each sample.
 
         Return a dict of losses by name if `optimizer` returns optimizers by the same names: each loss is
         then differentiated by the parameters of its own name alone. For the weighted sum of several losses

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxgoodput.clock import FakeClock
-from jaxgoodput.data.cursor import Cursor, take
+from jaxgoodput.data.cursor import Cursor, epochs_of, take
 from jaxgoodput.data.datasets import as_source
 from jaxgoodput.data.loader import Loader
 from jaxgoodput.data.read_ahead import SMALL_BYTES, TOGETHER
+from jaxgoodput.data.rows import NumberedRows
 from jaxgoodput.data.sources import Source, abstract_sample
 from jaxgoodput.data.streams import StreamSource, stream
 from jaxgoodput.goodput.search import BatchConfig
@@ -231,6 +232,53 @@ def test_resume_from_any_cursor_equals_going_on(size, before, after, read_ahead)
     np.testing.assert_array_equal(ids(first + second), ids(whole))
     assert [b.before for b in first + second] == [b.before for b in whole]
     assert [b.after for b in first + second] == [b.after for b in whole]
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    size=st.integers(3, 40),
+    first=st.tuples(st.integers(0, 3), st.integers(0, 2)),
+    configs=CONFIGS,
+    process_count=st.sampled_from([1, 2]),
+    shuffle=st.booleans(),
+    max_samples=st.none() | st.integers(1, 150),
+)
+@pytest.mark.filterwarnings("ignore:global_batch_size=")
+def test_numbered_rows_tell_the_epoch_and_the_index_of_their_samples(
+    size, first, configs, process_count, shuffle, max_samples
+):
+    """Also of padding, which repeats a sample, and of parts that a process leases."""
+    cursor = Cursor(0, *first)
+    options = dict(cursor=cursor, shuffle=shuffle, max_samples=max_samples, numbered=True)
+    of_processes = []
+    for index in range(process_count):
+        own = dict(process_index=index, process_count=process_count)
+        with loader_of(numbers(size), on_host=lambda x: x["id"], **own, **options) as loader:
+            of_processes.append(drain(loader, configs))
+    found = []  # epochs of samples, in order
+    for micro_batches in zip(*map(micro_batches_of, of_processes), strict=True):
+        for one in micro_batches:
+            assert isinstance(one.data, NumberedRows)
+            epochs, indices = np.ascontiguousarray(one.data.numbers).astype("<u4").view("<u8").T
+            np.testing.assert_array_equal(indices, one.data.own["id"])
+            np.testing.assert_array_equal(indices, one.on_host)
+            found += epochs[np.asarray(one.mask) == 1].tolist()
+    total = sum(batch.num_samples for batch in of_processes[0])
+    assert found == epochs_of(cursor, size, total).tolist()
+
+
+def micro_batches_of(batches):
+    return [micro for batch in batches for micro in batch.micro_batches]
+
+
+def test_leased_parts_are_numbered():
+    leases = iter(range(3))
+    with loader_of(numbers(40), numbered=True) as loader:
+        batch = loader.next_in_parts(config_of(4, 3), lambda: next(leases, 9))
+        assert batch is not None and batch.parts is not None
+        parts = list(batch.parts)
+    found = np.concatenate([np.asarray(part.data.numbers)[:, 2] for part in parts])
+    np.testing.assert_array_equal(found, batch.indices)
 
 
 LIVES = st.lists(st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=8), max_size=6)

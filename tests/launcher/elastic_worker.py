@@ -8,7 +8,8 @@ run begin with parameters that are given to it; with `stream` the samples of all
 which each process gets its own part with `stream=own`. STEP_S is what a read takes, of however many rows;
 with `by-row`, what a batch takes, of which a process that reads a half needs half the time. On a host "x3" it
 is three times as long. `samples=N` makes an epoch of N samples. With `may-stick` the device of the host that
-the file "stuck" names computes nothing more.
+the file "stuck" names computes nothing more. With `dropout` the loss draws random numbers: of one key for all
+samples of a call, or of one for each with `keys=sample`.
 """
 
 import dataclasses
@@ -38,8 +39,7 @@ from jaxgoodput.train.trainer import Trainer
 
 NUM_SAMPLES, BASE, WIDTH = 120, 12, 4
 INITIAL, STREAM, OWN, BY_ROW = "initial", "stream", "stream=own", "by-row"
-MAY_STICK = "may-stick"
-SAMPLES = "samples="
+MAY_STICK, DROPOUT, SAMPLES = "may-stick", "dropout", "samples="
 
 
 def times_seen():
@@ -121,11 +121,12 @@ class Counting(Trainer):
         by_row=False,
         stream=None,
         may_stick=False,
+        dropout=False,
         num_samples=NUM_SAMPLES,
         **options,
     ):
         super().__init__(config, **options)
-        self.num_samples = num_samples
+        self.dropout, self.num_samples = dropout, num_samples
         self.may_stick = may_stick
         self.step_s, self.by_row = step_s, by_row
         self.stream = stream
@@ -134,9 +135,13 @@ class Counting(Trainer):
         return {"w": jax.random.normal(key, (WIDTH,)), "count": jnp.zeros(self.num_samples)}
 
     def loss(self, params, batch, key):
-        own = params["count"][batch["id"]]
-        # No use of the key: each replica has its own, and their number changes.
-        mean = 0.5 * jnp.sum((params["w"][None] - batch["x"]) ** 2, axis=-1)
+        own, x = params["count"][batch["id"]], batch["x"]
+        # Otherwise the key is not used: each replica has its own, and their number changes.
+        if self.dropout:
+            keys = key if self.config.keys == "sample" else jax.random.split(key, len(x))
+            kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.7, (WIDTH,)))(keys)
+            x = jnp.where(kept, x, 0.0)
+        mean = 0.5 * jnp.sum((params["w"][None] - x) ** 2, axis=-1)
         if self.may_stick:
             mean += jax.pure_callback(self.stick, jax.ShapeDtypeStruct((), jnp.float32))
         return mean + jax.lax.stop_gradient(own) - own
@@ -237,8 +242,8 @@ def run(out, epochs, step_s, *settings, **options):
     sizes = [x for x in settings if x.startswith(SAMPLES)]
     if sizes:
         options["num_samples"] = int(sizes[0].removeprefix(SAMPLES))
-    own = (INITIAL, STREAM, OWN, BY_ROW, MAY_STICK, *sizes)
-    options["may_stick"] = MAY_STICK in settings
+    own = (INITIAL, STREAM, OWN, BY_ROW, MAY_STICK, DROPOUT, *sizes)
+    options["may_stick"], options["dropout"] = MAY_STICK in settings, DROPOUT in settings
     made = config(out / "run", epochs, *(x for x in settings if x not in own))
     if "stream" in options:
         made = dataclasses.replace(made, epochs=None, base_steps=1e6)

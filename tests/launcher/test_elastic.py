@@ -158,9 +158,9 @@ class Cluster:
 def alone(tmp_path_factory):
     """The same run without any fault, in one process that is no job."""
 
-    def fit(epochs, *settings):
+    def fit(epochs, *settings, num_devices=1):
         out = tmp_path_factory.mktemp("alone")
-        elastic_worker.run(out, epochs, 0.0, *settings, devices=jax.devices()[:1])
+        elastic_worker.run(out, epochs, 0.0, *settings, devices=jax.devices()[:num_devices])
         lines = [
             json.loads(text)
             for path in out.glob("*.jsonl")
@@ -171,13 +171,58 @@ def alone(tmp_path_factory):
     return fit
 
 
-def check_same(alone, end, steps, epochs, *settings):
+def check_same(alone, end, steps, epochs, *settings, rel=1e-4, **options):
     """The run with faults is the run without."""
-    wanted_end, wanted_steps = alone(epochs, *settings)
+    wanted_end, wanted_steps = alone(epochs, *settings, **options)
     for name in ("w", "ema"):
         np.testing.assert_allclose(end[name], wanted_end[name], rtol=2e-5, atol=1e-6)
     for step, line in steps.items():
-        assert line["loss"] == pytest.approx(wanted_steps[step]["loss"], rel=1e-4)
+        assert line["loss"] == pytest.approx(wanted_steps[step]["loss"], rel=rel, abs=0), step
+
+
+@pytest.mark.parametrize("leases", ["false", pytest.param("true", marks=pytest.mark.nightly)])
+def test_dropout_with_a_key_for_each_sample_is_the_same_while_processes_join_and_leave(
+    tmp_path, alone, leases
+):
+    """With leases, processes have micro-batches in other numbers in every step."""
+    epochs, keyed = 100, (elastic_worker.DROPOUT, "keys=sample")
+    settings = (*keyed, f"execution.leases={leases}", "batch.micro=[1, 2]")
+    with Cluster(
+        tmp_path / "job",
+        epochs=epochs,
+        step_s=0.05,
+        nodes="1:3",
+        options=("--admit-every-s", "1"),
+        settings=settings,
+    ) as cluster:
+        cluster.agent("a")
+        cluster.wait_for_processes(1)
+        cluster.agent("b", "c")
+        cluster.wait_for_processes(3)
+        cluster.agents["b"].send(signal.SIGTERM)
+        cluster.wait_for_processes(2)
+        cluster.hurry()
+        end, steps = cluster.finish()
+    check_same(alone, end, steps, epochs, *keyed, rel=1e-6)
+
+
+def test_dropout_is_the_same_in_two_processes_and_on_two_devices_of_one(tmp_path, alone):
+    """With a key for each micro-batch on each replica, which is the default."""
+    epochs, settings = 3, (elastic_worker.DROPOUT, "batch.micro=[1, 2]")
+    with Cluster(
+        tmp_path / "job",
+        epochs=epochs,
+        step_s=0.0,
+        nodes="2",
+        options=("--join-s", "60"),
+        settings=settings,
+    ) as cluster:
+        cluster.agent("a", "b")
+        end, steps = cluster.finish()
+    check_same(alone, end, steps, epochs, *settings, rel=1e-6, num_devices=2)
+    _, on_one_device = alone(epochs, *settings)
+    apart = [abs(steps[n]["loss"] / on_one_device[n]["loss"] - 1) for n in steps]
+    assert min(apart) > 1e-5, "the random numbers do not show in the losses"
 
 
 def test_one_four_two_three_processes(tmp_path, alone):

@@ -319,9 +319,10 @@ class Programs(abc.ABC):
     ) -> Sums:
         """Return the sums with one more micro-batch, of one replica or of all. See `local_sums`."""
         params, scale, model_state, key, step = begun
-        # Every (step, replica, micro-batch) has a random stream of its own.
-        count = 0 if old is None else old.calls
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, step), replica), count)
+        if not self.problem.has_sample_keys:
+            # Every (step, replica, micro-batch) has a random stream of its own.
+            for number in (step, replica, 0 if old is None else old.calls):
+                key = jax.random.fold_in(key, number)
         how = {"measure": True, "alone": False, "swaps": self._swaps_products} | how
 
         def sums(*arguments: PyTree) -> Sums:

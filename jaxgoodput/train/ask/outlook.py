@@ -21,7 +21,7 @@ from jaxgoodput.goodput.memory import largest_that_fits
 from jaxgoodput.parallel.partition import suitable
 from jaxgoodput.parallel.strategy import Strategy, candidates
 from jaxgoodput.train.config import Config
-from jaxgoodput.train.start.problem import problem_of
+from jaxgoodput.train.start.problem import as_loaded, problem_of
 from jaxgoodput.train.task import Task
 
 
@@ -106,7 +106,7 @@ def outlooks(
     """
     engines = Engines(
         problem_of(task, config),
-        abstract_sample(as_source(task.dataset())),
+        as_loaded(abstract_sample(as_source(task.dataset())), config),
         memory_bytes=int(budget),
         loss=config.loss,
     )

@@ -6,7 +6,7 @@ from absl import logging
 from jaxtyping import PyTree
 
 from jaxgoodput.data.fingerprint import of_stream
-from jaxgoodput.data.rows import narrow
+from jaxgoodput.data.rows import narrow, numbered
 from jaxgoodput.data.sources import Source, is_endless
 from jaxgoodput.data.streams import StreamSource
 from jaxgoodput.engine.engine import Engine
@@ -102,9 +102,8 @@ def try_loss(setup: RunSetup, engine: Engine, state: TrainState, plan: BatchPlan
     if not (splits or separate or is_number) or not _can_try(setup, engine):
         return
     rows = _first_rows(setup)
-    if is_number and engine.loss_checks.grows_with_batch(
-        state, jax.tree.map(lambda x: x[:2], rows)
-    ):
+    two = _as_loaded(setup, jax.tree.map(lambda x: x[:2], rows))
+    if is_number and engine.loss_checks.grows_with_batch(state, two):
         raise ValueError(
             "loss() returned a scalar that grows with the batch: a sum? A scalar is taken for the mean of "
             "the batch, so that a larger batch would take larger steps. Return one loss per sample, "
@@ -113,7 +112,8 @@ def try_loss(setup: RunSetup, engine: Engine, state: TrainState, plan: BatchPlan
     # No more rows than a step has, as this needs the memory of a gradient, too.
     half = 2 if plan.start.micro_batch_size >= NUM_TRIED else 1
     choices = unlike_halves(rows, half) if splits or separate else []
-    if any(engine.loss_checks.couples_samples(state, four) for four in choices):
+    tried = (_as_loaded(setup, four) for four in choices)
+    if any(engine.loss_checks.couples_samples(state, four) for four in tried):
         parts = ["micro-batches"] * splits + ["replicas"] * separate
         logging.warning(
             "the loss of a sample depends on the samples beside it (batch statistics, in-batch negatives, "
@@ -141,7 +141,8 @@ def try_state(setup: RunSetup, engine: Engine, state: TrainState, *, resumed: bo
     if is_read or not _can_try(setup, engine):
         return
     tried = [
-        engine.loss_checks.added_state(state, four) for four in unlike_halves(_first_rows(setup), 2)
+        engine.loss_checks.added_state(state, _as_loaded(setup, four))
+        for four in unlike_halves(_first_rows(setup), 2)
     ]
     added, differing = (tuple(sorted(set().union(*names))) for names in zip(*tried, strict=True))
     who, remedy = averaging
@@ -192,6 +193,14 @@ def _first_rows(setup: RunSetup) -> PyTree:
     else:
         count = min(len(source), NUM_READ)
     return narrow(setup.inputs.attempts(lambda: source.batch(np.arange(count))))
+
+
+def _as_loaded(setup: RunSetup, rows: PyTree) -> PyTree:
+    """Return a few rows as the loader would hand them out, if they were the first samples."""
+    if setup.config.keys != "sample":
+        return rows
+    indices = np.arange(len(jax.tree.leaves(rows)[0]))
+    return numbered(rows, np.zeros_like(indices), indices)
 
 
 def _can_try(setup: RunSetup, engine: Engine) -> bool:

@@ -75,6 +75,13 @@ ERRORS: tuple[tuple[str, str, str], ...] = (
         "(from_linen(predict_kwargs=...)).",
     ),
     (
+        "Exception",
+        r"accepts a single key, but was given a key array",
+        'With Config.keys="sample", loss() gets a key for each sample. Draw with jax.vmap over them, such as '
+        "jax.vmap(lambda key: jax.random.bernoulli(key, 0.9, (width,)))(key); or let the model compute one "
+        "sample, and jax.vmap it over the rows of the batch and their keys.",
+    ),
+    (
         "TypeError",
         r"__call__\(\) missing .*argument.* '(?P<name>train|training|is_training)'",
         "The module is told whether it trains: jaxgoodput.from_linen(module, "

@@ -17,9 +17,11 @@ from jaxgoodput._jax import trying
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.datasets import as_source, has_own_order
 from jaxgoodput.data.readers import Attempts
+from jaxgoodput.data.rows import numbered_sample
 from jaxgoodput.data.sources import Source, abstract_sample, is_endless
 from jaxgoodput.engine.programs.named import NamedProblem
 from jaxgoodput.engine.programs.rows import as_seen
+from jaxgoodput.engine.programs.sample_keys import with_sample_keys
 from jaxgoodput.engine.state import SownState, Variables, split
 from jaxgoodput.engine.step import LossAndState, Problem, moving
 from jaxgoodput.engine.traces import Traces
@@ -99,8 +101,8 @@ class TaskInputs:
 
     @functools.cached_property
     def sample(self) -> PyTree[jax.ShapeDtypeStruct]:
-        """One abstract sample as the loss gets it; with tables, it also says which rows are read."""
-        return self.tables.sample(self.own_sample)
+        """One abstract sample as steps get it; with tables, it also says which rows are read."""
+        return self.tables.sample(self.own_sample, as_loaded(self.own_sample, self.config))
 
     @functools.cached_property
     def problem(self) -> Problem:
@@ -154,7 +156,7 @@ def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None 
             moves=part.treatment.moves,
             **about,
         )
-        return tables.problem(problem)
+        return tables.problem(_keyed(problem, config))
     _require_for_names(config, tables, has_labels=labels is not None)
     require_parts(params, kept, turns.names)
     optimizers = by_name(given)
@@ -162,7 +164,7 @@ def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None 
         name: _Part.of(_transformation(optimizers[name], name), kept[name], config)
         for name in turns.names
     }
-    return NamedProblem(
+    problem = NamedProblem(
         tx=named(
             {
                 name: NamedPart(tx=part.adaptive(config, part.treatment.tx), seen=part.seen)
@@ -178,6 +180,17 @@ def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None 
         divided=tuple(part.is_divided for part in parts.values()),
         **about,
     )
+    return _keyed(problem, config)
+
+
+def _keyed(problem: Problem, config: Config) -> Problem:
+    """Return a problem whose loss gets the keys that the configuration says."""
+    return with_sample_keys(problem) if config.keys == "sample" else problem
+
+
+def as_loaded(sample: PyTree, config: Config) -> PyTree:
+    """Return an abstract sample of the data set as the loader of the run hands it out."""
+    return numbered_sample(sample) if config.keys == "sample" else sample
 
 
 def _transformation(tx: Any, name: str | None = None) -> optax.GradientTransformation:

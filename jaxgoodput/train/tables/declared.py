@@ -38,9 +38,9 @@ class NoTables:
     plans: Mapping[str, Table] = MappingProxyType({})
     ids = None
 
-    def sample(self, own: PyTree) -> PyTree:
-        """Return `own`, the abstract sample of the data set, which the loss gets as it is."""
-        return own
+    def sample(self, own: PyTree, loaded: PyTree) -> PyTree:
+        """Return an abstract sample as the loader hands it out; `own` is as the data set has it."""
+        return loaded
 
     def require_place(self, where: Place, source: Source) -> None:
         """Do nothing: without tables, any devices and data will do."""
@@ -77,13 +77,16 @@ class TaskTables:
     plans: Mapping[str, Table]
     ids: Ids
 
-    def sample(self, own: PyTree) -> PyTree:
-        """Return one abstract sample as the loss gets it, with the places of its rows."""
+    def sample(self, own: PyTree, loaded: PyTree) -> PyTree:
+        """Return an abstract sample as the loader hands it out, with the places of its rows.
+
+        `own` is the sample as the data set has it.
+        """
         zeros = jax.tree.map(lambda x: np.zeros((1, *x.shape), x.dtype), own)
         places = {
             n: jax.ShapeDtypeStruct(x.shape[1:], np.int32) for n, x in self.ids(zeros).items()
         }
-        return WithRows(own=own, rows=places)
+        return WithRows(own=loaded, rows=places)
 
     def require_place(self, where: Place, source: Source) -> None:
         """Raise ValueError if the tables cannot be used on these devices, or with these data.
