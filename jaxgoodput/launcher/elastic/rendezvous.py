@@ -24,7 +24,7 @@ in `exclusion`.
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxgoodput.launcher.elastic import events as ev
-from jaxgoodput.launcher.elastic import exclusion
+from jaxgoodput.launcher.elastic import exclusion, fitness
 from jaxgoodput.launcher.elastic.fitness import ATTEMPTS_S
 from jaxgoodput.launcher.elastic.state import KnownProcess, Rendezvous, Stage, Turn
 from jaxgoodput.launcher.supervise import DONE, NOT_SAVED, SAVED, exit_code
@@ -183,6 +183,8 @@ def _replace(turn: Turn, member: KnownProcess, code: int) -> None:
 
 
 def _leave(turn: Turn, event: ev.Leave) -> None:
+    if event.why and event.host not in turn.state.leaving:
+        turn.announce(fitness.leave_of(event.host, event.why, event.within_s))
     turn.dismiss(event.host)
     turn.change(leaving=turn.state.leaving | {event.host})
 
