@@ -9,7 +9,10 @@ import json
 import os
 import pathlib
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+
+from jaxgoodput.launcher.supervise import UsageError, say
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,25 @@ class JoinDetails:
     address: str
     """Address of the coordinator, HOST:PORT."""
     secret: str = field(repr=False)
+
+
+@contextlib.contextmanager
+def join_file_there(path: pathlib.Path, details: JoinDetails) -> Iterator[None]:
+    """Keep the file there inside the block. Raises UsageError if it cannot be written."""
+    try:
+        write_join_file(path, details)
+    except (OSError, ValueError) as error:  # ValueError: a character that no name has
+        raise UsageError(
+            f"--join-file {str(path)!a} cannot be written: {error}. Name a file in a folder that all hosts "
+            "see."
+        ) from None
+    try:
+        yield
+    finally:
+        try:
+            remove_join_file(path, details)
+        except (OSError, ValueError) as error:
+            say(f"the join file {path} was not removed: {error}")
 
 
 def write_join_file(path: pathlib.Path, details: JoinDetails) -> None:
@@ -50,7 +72,7 @@ def read_join_file(path: pathlib.Path) -> JoinDetails:
 
 
 def remove_join_file(path: pathlib.Path, details: JoinDetails) -> None:
-    """Remove the file, unless another job has written its own since. Raises OSError."""
+    """Remove the file, unless another job has written its own since. Raises OSError and ValueError."""
     with contextlib.suppress(FileNotFoundError):
         if read_join_file(path) == details:
             path.unlink()

@@ -22,7 +22,7 @@ from jaxgoodput.launcher.elastic.agent import facts_of
 from jaxgoodput.launcher.elastic.coordinator import Coordinator, with_slots
 from jaxgoodput.launcher.elastic.state import Limits
 from jaxgoodput.launcher.host_list import NamedHost
-from jaxgoodput.launcher.join_file import JoinDetails, remove_join_file, write_join_file
+from jaxgoodput.launcher.join_file import JoinDetails, join_file_there
 from jaxgoodput.launcher.local import shim_command
 from jaxgoodput.launcher.notices.notice import Notice, NoticeSettings
 from jaxgoodput.launcher.notices.watch import notices_to
@@ -107,7 +107,6 @@ def run_elastic(command: Sequence[str], job: Job, *, clock: Clock | None = None)
     clock = clock or SystemClock()
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_to(events))
-        stack.enter_context(notices_to(events, job.notices, clock))
         coordinator = Coordinator(
             with_slots(
                 limits,
@@ -123,11 +122,11 @@ def run_elastic(command: Sequence[str], job: Job, *, clock: Clock | None = None)
         )
         stack.callback(started.close)
         stack.callback(coordinator.close)
+        stack.enter_context(notices_to(events, job.notices, clock))
         say(f"the job is at {coordinator.address}, for {job.least} to {job.most} hosts")
         if job.join_file is not None:
             details = JoinDetails(coordinator.address, secret)
-            write_join_file(job.join_file, details)
-            stack.callback(remove_join_file, job.join_file, details)
+            stack.enter_context(join_file_there(job.join_file, details))
         named = NamedHosts(started.names, coordinator, needed, may_grow=job.join_file is not None)
 
         def told() -> str | None:
