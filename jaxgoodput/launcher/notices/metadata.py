@@ -41,7 +41,7 @@ class Answer:
     status: int
     body: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """By name in small letters."""
+    """Values by name; names are in small letters."""
 
 
 @dataclass(frozen=True)
