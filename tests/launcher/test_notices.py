@@ -252,13 +252,9 @@ def test_contradicting_settings_are_refused():
 @contextlib.contextmanager
 def watching(*sources, server=None):
     events = queue.SimpleQueue()
-    threads = threading.active_count()
     with watch.notices_to(events, NoticeSettings(sources, server), SystemClock()):
         yield events
-    deadline = time.monotonic() + 10.0
-    while threading.active_count() > threads and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == threads, "no thread is left"
+    until(lambda: not [t for t in threading.enumerate() if t.name == "jaxgoodput-notices"])
 
 
 def until(what, limit_s=20.0):

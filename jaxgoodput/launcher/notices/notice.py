@@ -166,11 +166,9 @@ def metadata_server(text: str) -> str:
 def address_of(server: str) -> tuple[str, int]:
     """Return host and port of a server's address, http://HOST[:PORT]. Raises ValueError for another text."""
     parts = urlsplit(server)
-    host, port = parts.hostname, parts.port or 80
-    is_plain = not (parts.path.strip("/") or parts.query or parts.fragment or parts.username)
-    if parts.scheme != "http" or not host or not is_plain or not server.isascii():
+    if re.fullmatch(r"http://[A-Za-z0-9._:\[\]-]+/?", server) is None or not parts.hostname:
         raise ValueError(f"{server!a} is not http://HOST or http://HOST:PORT")
-    return host, port
+    return parts.hostname, parts.port or 80
 
 
 def seconds_in(text: str) -> float | None:
