@@ -131,7 +131,7 @@ def test_a_worker_that_does_not_leave_in_time_is_killed_before_its_host_is(tmp_p
 
 
 def test_a_metadata_server_that_does_not_answer_harms_no_training(tmp_path, alone, server):
-    epochs = 40
+    epochs = 5
     server.status = 500
     with Cluster(tmp_path / "job", epochs=epochs, step_s=0.02, nodes="1") as cluster:
         cluster.agent("a", options=("--notices", "aws", "--metadata-server", server.address))

@@ -1,31 +1,29 @@
 """Leases of samples: each part of a batch is taken once, also if processes that will leave take no more."""
 
 import random
-import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxgoodput._jax import SharedStore
 from jaxgoodput.train.runs.membership import NO_LEASE, Agreement
 
 
-class Store:
-    """What processes share, in memory; as `_jax.SharedStore` does it."""
+class Store(SharedStore):
+    """What processes share, in memory."""
 
     def __init__(self):
         self.values, self.counts = {}, {}
-        self.lock = threading.Lock()
 
     def count(self, key):
-        with self.lock:
-            self.counts[key] = self.counts.get(key, -1) + 1
-            return self.counts[key]
+        self.counts[key] = self.counts.get(key, -1) + 1
+        return self.counts[key]
 
-    def set(self, key, value):
+    def set(self, key, value, *, overwrite=False):
         return self.values.setdefault(key, value) == value
 
-    def wait(self, key, unless):
+    def wait(self, key, *, unless):
         assert key in self.values, "the process that speaks for the group asks first"
         return self.values[key]
 

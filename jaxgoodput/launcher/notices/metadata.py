@@ -10,7 +10,7 @@ import datetime
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 from urllib.parse import quote, urlencode
 
 from jaxgoodput.launcher.notices.notice import Notice
@@ -58,6 +58,7 @@ class Reading:
     """Whether the answer says if there is a notice; a token does not."""
 
 
+@runtime_checkable
 class Query(Protocol):
     """One thing that a metadata server is asked again and again."""
 
