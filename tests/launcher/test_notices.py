@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from jaxgoodput.clock import SystemClock
 from jaxgoodput.launcher.elastic.agent import AgentSettings, HostWorkers
 from jaxgoodput.launcher.notices import exchange, metadata, watch
-from jaxgoodput.launcher.notices.metadata import QUERIES, Answer, Question, Reading
+from jaxgoodput.launcher.notices.metadata import QUERIES, Answer, NoticeReading, Question
 from jaxgoodput.launcher.notices.notice import (
     CloudSource,
     FileSource,
@@ -147,11 +147,11 @@ def test_any_bytes_are_an_answer_or_refused(data):
 SOON = Notice("AWS", "the machine will be stopped", 120.0)
 READINGS = st.sampled_from(
     [
-        Reading(),
-        Reading(is_known=False, memory="token"),
-        Reading(SOON),
-        Reading(Notice("AWS", "the machine will be stopped", 115.0)),
-        Reading(Notice("AWS", "the machine will be terminated", 100.0)),
+        NoticeReading(),
+        NoticeReading(is_known=False, memory="token"),
+        NoticeReading(SOON),
+        NoticeReading(Notice("AWS", "the machine will be stopped", 115.0)),
+        NoticeReading(Notice("AWS", "the machine will be terminated", 100.0)),
         OSError("refused"),
     ]
 )
@@ -172,7 +172,7 @@ def test_each_notice_is_passed_on_once_and_failures_are_said_once(readings):
         polling = result.polling
         passed += [result.notice] if result.notice is not None else []
         lines += [result.line] if result.line else []
-    known = [r.notice for r in readings if isinstance(r, Reading) and r.is_known]
+    known = [r.notice for r in readings if isinstance(r, NoticeReading) and r.is_known]
     whats = [None if notice is None else notice.what for notice in known]
     changes = [b for a, b in zip([None, *whats], whats, strict=False) if a != b]
     assert [notice.what for notice in passed] == [what for what in changes if what is not None]

@@ -36,8 +36,8 @@ def last_step(cluster):
 def test_one_of_three_hosts_is_preempted_and_the_others_go_on_without_a_restart(
     tmp_path, alone, server
 ):
-    epochs = 120
-    settings = ("execution.leases=true", "batch.micro=[1, 1]")
+    epochs = 60
+    settings = ("execution.leases=true", "batch.micro=[2, 2]")
     with Cluster(
         tmp_path / "job", epochs=epochs, step_s=0.03, nodes="1:3", options=JOIN, settings=settings
     ) as cluster:
@@ -72,7 +72,7 @@ def test_notices_of_all_hosts_at_once_save_the_last_step_and_end_with_143(tmp_pa
         step_s=0.05,
         nodes="1:2",
         options=JOIN,
-        settings=("execution.leases=true", "batch.micro=[1, 1]"),
+        settings=("execution.leases=true", "batch.micro=[2, 2]"),
     ) as cluster:
         cluster.agent("a", "b", options=("--notices", f"file:{going}"))
         cluster.wait_for_processes(2)

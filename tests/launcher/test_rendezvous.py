@@ -651,7 +651,8 @@ def test_a_slow_host_is_left_out_like_one_that_leaves_and_comes_back_when_its_ti
     machine, actions = windows(machine, SLOW, 3)
     assert actions == []
     machine, actions = windows(machine, SLOW, 1)
-    told, regroup = actions
+    told, leases, regroup = actions
+    assert leases == ev.EndLeases(("c",))
     assert told.decision.host == "c" and told.decision.decision == "left out"
     assert told.decision.numbers["slow_ratio"] == pytest.approx(4 / 1.05)
     assert told.decision.numbers["excluded_s"] == 3.0

@@ -45,7 +45,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Reading:
+class NoticeReading:
     """What an answer means."""
 
     notice: Notice | None = None
@@ -71,7 +71,7 @@ class Query(Protocol):
         """Return the next question; `memory` is the one of the last reading, at first empty."""
         ...
 
-    def read(self, memory: str, answer: Answer, wall_s: float) -> Reading:
+    def read(self, memory: str, answer: Answer, wall_s: float) -> NoticeReading:
         """Return what the answer to that question means at this time of day.
 
         Raises ValueError if it means nothing.
@@ -103,7 +103,7 @@ class GceQuery:
             path, limit_s = f"{path}?{urlencode(waits)}", _WAIT_S + LIMIT_S
         return Question(path, {"Metadata-Flavor": "Google"}, limit_s=limit_s)
 
-    def read(self, memory: str, answer: Answer, wall_s: float) -> Reading:
+    def read(self, memory: str, answer: Answer, wall_s: float) -> NoticeReading:
         """Return the notice that the value of the key stands for."""
         _require(answer, 200)
         if answer.headers.get("metadata-flavor") != "Google":
@@ -114,7 +114,7 @@ class GceQuery:
         if value not in self.notices and value not in self.quiet:
             raise ValueError(f"it answered {value[:80]!a}, which is no value of {self.key}")
         etag = answer.headers.get("etag", "")
-        return Reading(self.notices.get(value), memory=etag, pause_s=_GCE_PAUSE_S)
+        return NoticeReading(self.notices.get(value), memory=etag, pause_s=_GCE_PAUSE_S)
 
 
 @dataclass(frozen=True)
@@ -138,20 +138,20 @@ class AwsQuery:
             return Question("/latest/api/token", lives, method="PUT")
         return Question(f"/latest/meta-data/{self.path}", {"X-aws-ec2-metadata-token": memory})
 
-    def read(self, memory: str, answer: Answer, wall_s: float) -> Reading:
+    def read(self, memory: str, answer: Answer, wall_s: float) -> NoticeReading:
         """Return the token, or the notice if there is one."""
         if not memory:
             _require(answer, 200)
             token = answer.body.strip()
             if not token or quote(token, safe="=/+") != token:
                 raise ValueError("it answered with something that is no token")
-            return Reading(memory=token, is_known=False)
+            return NoticeReading(memory=token, is_known=False)
         if answer.status == 401:  # the token has expired
-            return Reading(pause_s=_AWS_PAUSE_S, is_known=False)
+            return NoticeReading(pause_s=_AWS_PAUSE_S, is_known=False)
         if answer.status == 404:
-            return Reading(memory=memory, pause_s=_AWS_PAUSE_S)
+            return NoticeReading(memory=memory, pause_s=_AWS_PAUSE_S)
         _require(answer, 200)
-        return Reading(self._notice(answer.body, wall_s), memory, _AWS_PAUSE_S)
+        return NoticeReading(self._notice(answer.body, wall_s), memory, _AWS_PAUSE_S)
 
     def _notice(self, body: str, wall_s: float) -> Notice:
         try:

@@ -17,7 +17,7 @@ from typing import Any
 from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock
 from jaxgoodput.launcher.notices.exchange import ask
-from jaxgoodput.launcher.notices.metadata import QUERIES, Query, Reading
+from jaxgoodput.launcher.notices.metadata import QUERIES, NoticeReading, Query
 from jaxgoodput.launcher.notices.notice import (
     CloudSource,
     FileSource,
@@ -39,7 +39,7 @@ class Polling:
     """What is known of a source that is asked again and again."""
 
     memory: str = ""
-    """What the next question needs; see `metadata.Reading`."""
+    """What the next question needs; see `metadata.NoticeReading`."""
     num_failures: int = 0
     """Consecutive failures."""
     has_complained: bool = False
@@ -60,7 +60,7 @@ class PollResult:
     """Text to print."""
 
 
-def after_reading(polling: Polling, name: str, reading: Reading) -> PollResult:
+def after_reading(polling: Polling, name: str, reading: NoticeReading) -> PollResult:
     """Return what follows from a reading. A notice that stays in force is passed on once."""
     told, new, line = polling.told, None, ""
     if reading.is_known:
@@ -93,16 +93,18 @@ def after_failure(polling: Polling, name: str, why: str) -> PollResult:
     return PollResult(after, pause_s, line=line)
 
 
-def read_file(path: str) -> Reading:
+def read_file(path: str) -> NoticeReading:
     """Return the notice that a file is, if it exists. Raises OSError if it exists and cannot be read."""
     try:
         with pathlib.Path(path).open("rb") as file:
             text = file.read(_LONGEST_TEXT).decode(errors="replace").strip()
     except FileNotFoundError:
-        return Reading(pause_s=_FILE_PAUSE_S)
+        return NoticeReading(pause_s=_FILE_PAUSE_S)
     within_s = seconds_in(text)
     says = f" and says {text[:80]!a}" if text and within_s is None else ""
-    return Reading(Notice("a file", f"{path} is there{says}", within_s), pause_s=_FILE_PAUSE_S)
+    return NoticeReading(
+        Notice("a file", f"{path} is there{says}", within_s), pause_s=_FILE_PAUSE_S
+    )
 
 
 @contextlib.contextmanager
@@ -154,7 +156,7 @@ def _receive(
 
 
 def _watcher(
-    name: str, look: Callable[[str, Worker], Reading], events: "queue.SimpleQueue[Any]"
+    name: str, look: Callable[[str, Worker], NoticeReading], events: "queue.SimpleQueue[Any]"
 ) -> Worker:
     failed = partial(_watching_failed, name)
     return Worker("notices", partial(_poll, name, look, events), on_error=failed)
@@ -166,7 +168,7 @@ def _watching_failed(name: str, error: BaseException) -> None:
 
 def _poll(
     name: str,
-    look: Callable[[str, Worker], Reading],
+    look: Callable[[str, Worker], NoticeReading],
     events: "queue.SimpleQueue[Any]",
     worker: Worker,
 ) -> None:
@@ -186,12 +188,12 @@ def _poll(
         worker.wait_stopping(result.pause_s)
 
 
-def _look_at_file(path: str, memory: str, worker: Worker) -> Reading:
+def _look_at_file(path: str, memory: str, worker: Worker) -> NoticeReading:
     return read_file(path)
 
 
 def _look_at_server(
     server: str, query: Query, clock: Clock, memory: str, worker: Worker
-) -> Reading:
+) -> NoticeReading:
     answer = ask(server, query.question(memory), clock, lambda: worker.is_stopping)
     return query.read(memory, answer, clock.wall())
