@@ -19,6 +19,12 @@ from jaxgoodput._commands import (
 )
 from jaxgoodput._exits import DONE
 from jaxgoodput.launcher.host_list import NamedHost, read_host_file, read_host_list
+from jaxgoodput.launcher.notices.notice import (
+    NoticeSettings,
+    metadata_server,
+    notice_source,
+    settings_of,
+)
 from jaxgoodput.launcher.variables import as_mapping, from_line, variable
 
 
@@ -55,6 +61,11 @@ _CONNECT = number("--connect-s", "S", 1.0, "seconds from the start of a process 
                   "that it starts, must have joined the job (default: 600)")
 _ENV = text("--env", "NAME[=VALUE]", "environment variable of each process, by default with the value that "
             "it has here; may be repeated", [], type=variable, action="append")
+_NOTICES = text("--notices", "SOURCE", "source of notices that a host will be taken away, which then leaves "
+                "(for the host of `run`: all save and stop): gce, aws, signal:USR1[@SECONDS], file:PATH; "
+                "may be repeated (default: none is asked)", type=notice_source, action="append")
+_METADATA = text("--metadata-server", "URL", "address to ask instead of the cloud's own metadata server, "
+                 "http://HOST:PORT", type=metadata_server)
 _SECRET = switch("--secret-stdin", help=argparse.SUPPRESS)
 _ENV_STDIN = switch("--env-stdin", help=argparse.SUPPRESS)
 # fmt: on
@@ -83,8 +94,13 @@ _ELASTIC = (
            "(default: 300)"),
     text("--rdzv-endpoint", "HOST:PORT", "address of the coordinator (default: a free port, on the loopback "
          "interface if no hosts are named)"),
+    text("--join-file", "FILE", "write the job's address and secret to a file while it runs, readable for "
+         "its owner only, so that further hosts can join with `jaxgoodput agent --join-file FILE`",
+         type=pathlib.Path),
     _SILENT,
     _RECONNECT,
+    _NOTICES,
+    _METADATA,
     _SECRET,
 )  # fmt: skip
 
@@ -103,7 +119,14 @@ _RUN = (
 )  # fmt: skip
 
 _AGENT = (
-    text("--rdzv-endpoint", "HOST:PORT", "address of the coordinator", required=True),
+    OneOf(
+        (
+            text("--rdzv-endpoint", "HOST:PORT", "address of the coordinator"),
+            text("--join-file", "FILE", "file that `jaxgoodput run --join-file` writes, with the address and "
+                 "the secret; it is read again before each attempt to connect", type=pathlib.Path),
+        ),
+        required=True,
+    ),
     text("--name", "NAME", "name of this host in the job (default: its host name)"),
     _NUM_PROCESSES,
     _NUM_DEVICES,
@@ -114,6 +137,8 @@ _AGENT = (
     _ENV,
     _SILENT,
     _RECONNECT,
+    _NOTICES,
+    _METADATA,
     _SECRET,
     _ENV_STDIN,
 )  # fmt: skip
@@ -158,7 +183,10 @@ def add_commands(commands: Commands) -> None:
         "       jaxgoodput run --nnodes MIN:MAX [--hosts A,B,...] [options] -- python train.py [args ...]"
     )
     commands.add(10, "run", _run, usage, _RUN, takes_command=True)
-    usage = "jaxgoodput agent --rdzv-endpoint HOST:PORT [options] -- python train.py [args ...]"
+    usage = (
+        "jaxgoodput agent (--rdzv-endpoint HOST:PORT | --join-file FILE) [options] -- python train.py "
+        "[args ...]"
+    )
     commands.add(10, "agent", _agent, usage, _AGENT, takes_command=True)
     usage = (
         "jaxgoodput coordinate --num-processes N [options] -- srun python -m jaxgoodput.launcher "
@@ -240,7 +268,9 @@ def _run_elastic(options, command: list[str], parser: argparse.ArgumentParser) -
             hosts=_hosts(options),
             python=options.remote_python or sys.executable,
             endpoint=options.rdzv_endpoint,
+            join_file=options.join_file,
             grace_s=options.grace_s,
+            notices=_notices(options),
             variables=_variables(options),
             secret=sys.stdin.readline().strip() if options.secret_stdin else None,
         )
@@ -285,6 +315,16 @@ def _variables(options) -> dict[str, str]:
         raise UsageError(str(error)) from None
 
 
+def _notices(options) -> NoticeSettings:
+    """Return where to look for notices. Raises UsageError."""
+    from jaxgoodput.launcher.supervise import UsageError
+
+    try:
+        return settings_of(options.notices, options.metadata_server)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
 def _from_stdin() -> dict[str, str]:
     """Return the variables that the command which started this agent has written. Raises UsageError."""
     from jaxgoodput.launcher.supervise import UsageError
@@ -323,8 +363,10 @@ def _local_devices(options, parser: argparse.ArgumentParser) -> tuple[int, ...] 
 def _agent(options, command: list[str], parser: argparse.ArgumentParser) -> int:
     """Let this host join a job that `jaxgoodput run --nnodes` started.
 
-    The command must be the same as the job's. On SIGTERM the host leaves, and the job continues.
-    JAXGOODPUT_SECRET must hold the same secret here and where `jaxgoodput run` is started.
+    The command must be the same as the job's. On SIGTERM, and on a notice of --notices that the host will be
+    taken away, the host leaves, and the job continues.
+    JAXGOODPUT_SECRET must hold the same secret here and where `jaxgoodput run` is started, unless a
+    --join-file tells it.
     """
     import os
     import socket
@@ -337,22 +379,23 @@ def _agent(options, command: list[str], parser: argparse.ArgumentParser) -> int:
         secret = sys.stdin.readline().strip()
     else:
         secret = os.environ.get("JAXGOODPUT_SECRET", "")
-    if not secret:
+    if not secret and options.join_file is None:
         parser.error(
             "JAXGOODPUT_SECRET is not set. Set it to the same text here and where `jaxgoodput run` is started"
         )
     try:
         told = _from_stdin() if options.env_stdin else {}
         settings = AgentSettings(
-            address=options.rdzv_endpoint,
+            address=options.rdzv_endpoint or "",
             secret=secret,
             name=options.name or socket.gethostname(),
             slots=options.nproc_per_node or 1,
             devices_per_process=options.devices_per_process,
             local_devices=_local_devices(options, parser),
             grace_s=options.grace_s,
+            notices=_notices(options),
             variables={**told, **_variables(options)},
-            **_set(options, "silent_s", "reconnect_s", "connect_s"),
+            **_set(options, "join_file", "silent_s", "reconnect_s", "connect_s"),
         )
         return run_agent(command, settings, clock=SystemClock())
     except UsageError as error:

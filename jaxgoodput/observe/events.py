@@ -344,16 +344,17 @@ class Regrouped(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class HostJudged(Event):
-    """Event: a host was excluded, admitted again, released or refused since the previous set of processes."""
+    """Event: a host was excluded, admitted again, released, refused or told to leave since the last set."""
 
     hook: ClassVar[str] = "on_host_judged"
     host: str
     decision: str
-    """"left out", "taken in again", "released" (it is not needed any more) or "refused"."""
+    """"left out", "taken in again", "released" (it is not needed any more), "refused" or "told to leave"."""
     why: str
     numbers: Mapping[str, float]
     """Numbers behind the decision, such as `slow_ratio`, the host's seconds per sample over the median of the
-    other hosts, and `excluded_s`, how long it is excluded."""
+    other hosts, `excluded_s`, how long it is excluded, and `notice_s`, how long before its end a host that is
+    taken away was told to leave."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ from jaxgoodput.observe.events import (
     EvalEnd,
     FitEnd,
     FitStart,
+    HostJudged,
     Preempt,
     TuneEnd,
     Window,
@@ -641,6 +642,8 @@ def _incidents(story: _Story) -> str:
                 f"restart {event.restart - num_continued}: resumed at step {event.step}, {undone} undone, "
                 f"{pause} after the last record"
             )
+        elif isinstance(event, HostJudged):
+            lines.append(f"step {event.step}: host {event.host} {event.decision}: {event.why}")
         elif isinstance(event, Preempt):
             lines.append(f"step {event.step}: {event.signal}")
         elif isinstance(event, Checkpoint) and event.error:

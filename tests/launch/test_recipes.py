@@ -83,6 +83,7 @@ def environ(tmp_path):
         command.chmod(0o755)
     here = os.path.dirname(sys.executable)
     return {
+        "HOME": str(tmp_path / "home"),
         "PATH": f"{commands}:{here}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "17",
         "SLURM_NTASKS": "2",
@@ -315,11 +316,58 @@ def test_slurm_elastic_saves_and_requeues_when_time_is_up(signum, requeued, slur
     assert max(saved) >= max(steps_in(tmp_path))
 
 
+@pytest.mark.slow
+@pytest.mark.multihost
+def test_slurm_join_adds_a_node_of_its_own_to_a_job_that_runs_and_leaves_before_its_time_is_up(
+    slurm, tmp_path
+):
+    worker = LAUNCH.parent / "tests" / "launcher" / "elastic_worker.py"
+    command = [str(worker), str(tmp_path), "400", "0.05"]
+    own = {
+        "SLURM_JOB_ID": "18",
+        "SLURM_JOB_NODELIST": "n3",
+        "SLURM_JOB_NUM_NODES": "1",
+        "JOB": "17",
+    }
+
+    def until(what):
+        deadline = time.monotonic() + LIMIT_S
+        while not what():
+            assert time.monotonic() < deadline and job.running(), job.text() + more.text()
+            time.sleep(0.05)
+
+    with Job(["bash", str(LAUNCH / "slurm_join.sbatch"), *command], {**slurm, **own}) as more:
+        with Job(["bash", str(LAUNCH / "slurm_elastic.sbatch"), *command], slurm) as job:
+            until(lambda: 3 in sizes_in(tmp_path))
+            (kept,) = (tmp_path / "home" / ".jaxgoodput").iterdir()
+            assert kept.name == "slurm-17" and kept.stat().st_mode & 0o77 == 0
+            more.send(signal.SIGUSR1)  # what --signal=B:USR1@120 sends
+            end = more.wait()
+            assert end.code == 0, end
+            assert "notice of SIGUSR1: this host is to leave, in 60 s, leaving the job" in end.err
+            until(lambda: sizes_in(tmp_path)[-1] == 2)
+            (tmp_path / "run" / "hurry").touch()
+            end = job.wait()
+            assert end.code == 0, end
+    assert not list((tmp_path / "home" / ".jaxgoodput").iterdir()), "the secret is not left there"
+    (count,) = {tuple(line["count"]) for line in lines_in(tmp_path) if line["kind"] == "end"}
+    assert set(count) == {400.0}, "each sample once an epoch"
+
+
+def lines_in(folder):
+    """What the processes of `elastic_worker.py` wrote, in order of time."""
+    lines = [s for path in folder.glob("*.jsonl") for s in path.read_text().splitlines(True)]
+    return sorted((json.loads(s) for s in lines if s.endswith("\n")), key=lambda line: line["at"])
+
+
+def sizes_in(folder):
+    """How many processes each set of them had, in order of time."""
+    return [x["num_processes"] for x in lines_in(folder) if x["kind"] == "regrouped"]
+
+
 def steps_in(folder):
     """The steps that the processes of `elastic_worker.py` have told of."""
-    lines = [s for path in folder.glob("*.jsonl") for s in path.read_text().splitlines(True)]
-    told = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [line["step"] for line in told if line["kind"] == "step"]
+    return [line["step"] for line in lines_in(folder) if line["kind"] == "step"]
 
 
 # What gcloud does for this recipe, for slices of WORKERS hosts: a folder is the home of each, and the command

@@ -693,7 +693,8 @@ def test_a_slow_host_is_left_out_like_one_that_leaves_and_comes_back_when_its_ti
     machine, actions = windows(machine, SLOW, 3)
     assert actions == []
     machine, actions = windows(machine, SLOW, 1)
-    told, regroup = actions
+    told, leases, regroup = actions
+    assert leases == ev.EndLeases(("c",))
     assert told.decision.host == "c" and told.decision.decision == "left out"
     assert told.decision.numbers["slow_ratio"] == pytest.approx(4 / 1.05)
     assert told.decision.numbers["excluded_s"] == 3.0
@@ -933,3 +934,38 @@ def test_of_a_step_that_never_ends_whose_device_is_stuck_goes_and_not_if_all_are
     machine, actions = run(machine, *others, long[1], now_s=107.0)
     (kill,) = [x for x in actions if isinstance(x, ev.Kill)]
     assert kill.member == "b" and "part of step 4 for 9 s" in kill.why
+
+
+def test_a_host_that_gets_a_notice_leaves_by_plan_and_the_others_go_on_from_the_state_in_memory():
+    machine = trained(FAST, "a", "b", "c")
+    why = "notice of AWS: the machine will be stopped, in 110 s"
+    machine, actions = run(machine, ev.Leave("b", why, 110.0))
+    told, leases, ends = actions
+    assert str(told.decision) == f"b is told to leave: {why}"
+    assert told.decision.numbers == {"notice_s": 110.0}
+    assert leases == ev.EndLeases(("b",)), "at once, and not only when the generation has ended"
+    assert ends == ev.EndGeneration(("a", "b", "c"), 1)
+    machine, actions = run(machine, ev.Leave("b", why, 60.0))
+    assert not [x for x in actions if isinstance(x, ev.Tell)], "said once"
+    ready = [ev.Ready(n, 1, held, state_at=n) for n, held in (("a", 7), ("b", 8), ("c", 7))]
+    machine, actions = run(machine, *ready)
+    (form,) = [x for x in actions if isinstance(x, ev.Form)]
+    assert (form.ranks, form.holders, form.holds) == (("a", "c"), ("b",), 8)
+    assert [x.decision for x in form.news] == ["told to leave"], "hooks and the report hear of it"
+    assert machine.num_failures == 0 and machine.can_go_on
+
+
+def test_a_host_that_leaves_while_others_gather_or_form_takes_no_more_leases_either():
+    machine = trained(FAST, "a", "b", "c")
+    machine, _ = run(machine, ev.Leave("a", "SIGTERM"))
+    machine, actions = run(machine, ev.Leave("b", "SIGTERM"))
+    assert ev.EndLeases(("b",)) in actions
+    machine, _ = run(machine, ev.Stop())
+    machine, actions = run(machine, ev.Leave("c", "SIGTERM"))
+    assert not [x for x in actions if isinstance(x, ev.EndLeases)], "all are told to stop anyway"
+
+
+def test_a_host_that_is_left_out_takes_no_more_leases():
+    machine = arrived(FAST, "a", "b", "c")
+    machine, actions = windows(machine, SLOW, 4)
+    assert ev.EndLeases(("c",)) in actions

@@ -15,6 +15,7 @@ import slurm as slurms
 pytestmark = [pytest.mark.multihost, pytest.mark.slow, pytest.mark.nightly]
 
 RECIPE = pathlib.Path(__file__).parents[2] / "launch" / "slurm_elastic.sbatch"
+JOIN = RECIPE.with_name("slurm_join.sbatch")
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +33,25 @@ class Submitted:
     def __init__(self, slurm, folder, *, nodes, epochs=150, settings=()):
         self.slurm, self.folder, self.epochs = slurm, folder, epochs
         self.log = folder / "log"
-        self.number = slurm.submit(
-            RECIPE,
-            *(elastic_worker.__file__, str(folder), str(epochs), "0.05", *settings),
-            options=[f"--nodes={nodes}", f"--output={self.log}"],
-            environ={
-                "JAX_PLATFORMS": "cpu",
-                "ENDPOINT": "127.0.0.1:0",
-                "PYTHONPATH": str(RECIPE.parents[1]),
-                # This interpreter's commands, whether or not its environment is activated.
-                "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
-                **compilations.JOBS,
-            },
+        self.command = (elastic_worker.__file__, str(folder), str(epochs), "0.05", *settings)
+        self.environ = {
+            "JAX_PLATFORMS": "cpu",
+            "ENDPOINT": "127.0.0.1:0",
+            "HOME": str(folder),
+            "PYTHONPATH": str(RECIPE.parents[1]),
+            # This interpreter's commands, whether or not its environment is activated.
+            "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+            **compilations.JOBS,
+        }
+        self.number = self.submit(RECIPE, self.log, nodes=nodes)
+
+    def submit(self, recipe, log, *, nodes=1, **variables):
+        """Submit a recipe with the script and arguments of this job; its number."""
+        return self.slurm.submit(
+            recipe,
+            *self.command,
+            options=[f"--nodes={nodes}", f"--output={log}"],
+            environ={**self.environ, **variables},
         )
 
     def lines(self, kind=None):
@@ -148,3 +156,22 @@ def test_goes_on_without_a_worker_and_without_a_node(slurm, tmp_path):
     job.finish()
     assert job.worker("n0") == first, "who stays has its process still"
     assert len(job.lines("began")) == 4 and "n2 has left: " in job.log.read_text()
+
+
+def test_nodes_of_other_jobs_join_a_job_that_runs_and_leave_when_their_time_is_up(slurm, tmp_path):
+    job = Submitted(slurm, tmp_path, nodes=1, epochs=300)
+    job.wait_for_processes(1)
+    first = job.worker("n0")
+    more = [job.submit(JOIN, tmp_path / f"more{i}", JOB=job.number) for i in range(2)]
+    job.wait_for_processes(3)
+    slurm.run(
+        "scancel", "--batch", "--signal=USR1", more[0]
+    )  # what --signal=B:USR1@120 does in time
+    job.wait_for_processes(2)
+    job.wait(lambda: slurm.job(more[0])["JobState"] == "COMPLETED")
+    assert "leaving the job" in (tmp_path / "more0").read_text()
+    job.finish()
+    job.wait(lambda: slurm.job(more[1])["JobState"] == "COMPLETED")
+    assert job.worker("n0") == first and len(job.lines("began")) == 3
+    assert not job.saved() or max(job.saved()) == max(x["step"] for x in job.lines("step"))
+    assert not list((tmp_path / ".jaxgoodput").iterdir()), "the secret is not left there"

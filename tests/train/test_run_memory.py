@@ -228,6 +228,9 @@ class Host:
     def is_broken(self):
         return False
 
+    def takes_leases(self):
+        return True
+
     def device_at_work(self, num_samples):
         return contextlib.nullcontext()
 

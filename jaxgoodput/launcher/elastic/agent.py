@@ -7,6 +7,7 @@ and tries for a while to reach a new coordinator at the same address.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import importlib.metadata
 import itertools
@@ -29,7 +30,10 @@ from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock
 from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic import fitness, messages
+from jaxgoodput.launcher.join_file import read_join_file
 from jaxgoodput.launcher.local import keep_freed_pages, shim_command
+from jaxgoodput.launcher.notices.notice import Notice, NoticeSettings, seconds_to_leave
+from jaxgoodput.launcher.notices.watch import notices_to
 from jaxgoodput.launcher.roll_call import CONNECT_S
 from jaxgoodput.launcher.supervise import (
     Child,
@@ -55,9 +59,11 @@ _PACKAGES = ("jaxgoodput", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-che
 class AgentSettings:
     """Options of `jaxgoodput agent`."""
 
-    address: str
-    """Address of the coordinator, HOST:PORT."""
-    secret: str = field(repr=False)
+    address: str = ""
+    """Address of the coordinator, HOST:PORT; empty if `join_file` tells it."""
+    secret: str = field(default="", repr=False)
+    join_file: pathlib.Path | None = None
+    """File with the address and the secret, which is read anew before each connection; see `join_file`."""
     name: str
     """Name of this host in the job."""
     slots: int = 1
@@ -75,6 +81,8 @@ class AgentSettings:
     """Environment variables of the workers."""
     connect_s: float = CONNECT_S
     """How long a worker may take from its start until it joins the job."""
+    notices: NoticeSettings = NoticeSettings()
+    """Where to look for notices that this host will be taken away."""
 
 
 def facts_of(command: Sequence[str]) -> dict[str, str]:
@@ -108,24 +116,31 @@ def _digest(path: pathlib.Path) -> str:
 def run_agent(command: Sequence[str], part: AgentSettings, *, clock: Clock) -> int:
     """Take part in a job until it is over; return the exit code.
 
-    On SIGTERM, SIGINT or SIGHUP this host leaves the job, which goes on without it; its workers exit after
-    their current step. If the coordinator has gone, the workers are killed, and what they had in memory is
-    lost: the exit code is then 75. Raises UsageError if the command cannot be started.
+    On SIGTERM, SIGINT or SIGHUP, and on a notice that the host will be taken away, this host leaves the job,
+    which goes on without it; its workers exit after their current step. If the coordinator has gone, the
+    workers are killed, and what they had in memory is lost: the exit code is then 75. Raises UsageError if
+    the command cannot be started.
     """
-    program = _checked(command, part)
+    program, given = _checked(command, part), part
     instance = secrets.token_hex(8)
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     deadline_s = clock.now() + part.reconnect_s
     lost_step = 0
-    with signals_to(events):
+    with signals_to(events), notices_to(events, part.notices, clock):
         while True:
             try:
+                part = _with_details(given)
                 channel = _connected(part, instance, facts_of(command))
-            except wire.WrongSecret as error:
-                say(f"{part.name}: {error}")
-                return USAGE
-            except OSError as error:
-                why = str(error)
+            except (OSError, ValueError) as error:
+                if given.join_file is None:
+                    if not isinstance(error, OSError):
+                        raise
+                    if isinstance(error, wire.WrongSecret):
+                        say(f"{part.name}: {error}")
+                        return USAGE
+                why = str(
+                    error
+                )  # a join file may be of a job that has ended, until another writes it
             else:
                 agent = Agent(channel, program, part, events, clock)
                 code = agent.run()
@@ -135,14 +150,15 @@ def run_agent(command: Sequence[str], part: AgentSettings, *, clock: Clock) -> i
                 if agent.was_accepted:
                     deadline_s = clock.now() + part.reconnect_s
             if clock.now() >= deadline_s:
+                where = part.address if given.join_file is None else f"what {given.join_file} says"
                 say(
-                    f"{part.name}: no coordinator answers at {part.address} ({why}), after trying for "
+                    f"{part.name}: no coordinator answers at {where} ({why}), after trying for "
                     f"{part.reconnect_s:g} s. Check that `jaxgoodput run --nnodes` is alive there, and that "
                     "this host can reach its address and port."
                 )
                 return _without_coordinator(part.name, lost_step) if lost_step else FAILED
             with contextlib.suppress(queue.Empty):
-                if isinstance(events.get(timeout=_RETRY_S), StopSignal):
+                if _is_to_leave(events.get(timeout=_RETRY_S)):
                     return _without_coordinator(part.name, lost_step)
 
 
@@ -159,10 +175,15 @@ def _without_coordinator(name: str, lost_step: int) -> int:
     return end.code
 
 
+def _is_to_leave(event: Any) -> bool:
+    """Whether an event tells this host to leave its job: a signal, or a notice that is no mere warning."""
+    return isinstance(event, StopSignal) or (isinstance(event, Notice) and not event.is_warning)
+
+
 def _checked(command: Sequence[str], part: AgentSettings) -> list[str]:
     """Return the command that starts a worker; raise UsageError before anything has started."""
     host, colon, port = part.address.rpartition(":")
-    if not (host and colon and port.isdigit()):
+    if part.join_file is None and not (host and colon and port.isdigit()):
         raise UsageError(
             f"--rdzv-endpoint {part.address} is no address. Give HOST:PORT, which `jaxgoodput run` prints "
             "when it starts."
@@ -171,6 +192,14 @@ def _checked(command: Sequence[str], part: AgentSettings) -> list[str]:
     if shutil.which(shimmed[0]) is None:
         raise UsageError(f"there is no program {shimmed[0]!r} on {part.name}.")
     return shimmed
+
+
+def _with_details(part: AgentSettings) -> AgentSettings:
+    """Return the settings with the address and secret of the join file, if there is one."""
+    if part.join_file is None:
+        return part
+    found = read_join_file(part.join_file)
+    return dataclasses.replace(part, address=found.address, secret=found.secret)
 
 
 def _connected(part: AgentSettings, instance: str, facts: Mapping[str, str]) -> wire.Channel:
@@ -212,17 +241,17 @@ class HostWorkers:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        signal_seen = None
+        told_to_leave = None
         for _, child in self._running.values():
             child.finish()
         while self._running:
             event = self._events.get()
             if isinstance(event, ChildExit):
                 self._running.pop(str(event.rank), None)
-            elif isinstance(event, StopSignal):
-                signal_seen = event
-        if signal_seen is not None:
-            self._events.put(signal_seen)  # for the loop that looks for a coordinator
+            elif _is_to_leave(event):
+                told_to_leave = event
+        if told_to_leave is not None:
+            self._events.put(told_to_leave)  # for the loop that looks for a coordinator
         self._roll_call.close()
         os.close(self._lifeline)
         os.close(self._held)
@@ -285,6 +314,10 @@ class HostWorkers:
     def kill_after_grace(self) -> None:
         """Kill the workers that are left when a grace period is over, which begins now."""
         self._kill_s = self._clock.now() + self._part.grace_s
+
+    def kill_within(self, seconds: float) -> None:
+        """Kill the workers that are left after so many seconds, if not earlier."""
+        self._kill_s = min(self._kill_s, self._clock.now() + seconds)
 
     def look_after(self) -> float | None:
         """Kill workers that are stopped or overdue; return the seconds until the next look, None: never."""
@@ -398,7 +431,9 @@ class Agent:
                     say(f"{self._part.name}: {member} ended with {code}: {why}")
                 self._worker_ended(str(member), code)
             case StopSignal(signum):
-                self._leave(signum)
+                self._signalled(signum)
+            case Notice():
+                self._noticed(event)
             case (sender, message) if sender is self._channel:  # not from an earlier connection
                 self._obey(message)
 
@@ -420,17 +455,28 @@ class Agent:
         if self._is_leaving and not self._workers:
             self._finish_leaving()
 
-    def _leave(self, signum: int) -> None:
-        """Have this host's workers leave the job after the current step; on a second SIGINT, at once."""
-        if self._is_leaving:
-            if signum == signal.SIGINT and self._is_interrupted:
-                self._workers.send_all(signal.SIGKILL)
-        else:
-            self._is_leaving = True
-            say(f"{self._part.name}: {signal.Signals(signum).name}, leaving the job")
-            self._send(ev.Leave(self._part.name))
-            self._workers.kill_after_grace()
+    def _signalled(self, signum: int) -> None:
+        """Leave the job on a signal; on a second SIGINT, at once."""
+        if signum == signal.SIGINT and self._is_interrupted:
+            self._workers.send_all(signal.SIGKILL)
         self._is_interrupted |= signum == signal.SIGINT
+        self._leave(signal.Signals(signum).name, None)
+
+    def _noticed(self, notice: Notice) -> None:
+        if notice.is_warning:
+            say(f"{self._part.name}: {notice}. It stays in the job until it has to go")
+        else:
+            self._leave(str(notice), notice.within_s)
+
+    def _leave(self, why: str, within_s: float | None) -> None:
+        """Have this host's workers leave the job after their current step, before the host is gone."""
+        if not self._is_leaving:
+            self._is_leaving = True
+            say(f"{self._part.name}: {why}, leaving the job")
+            self._send(ev.Leave(self._part.name, why, within_s))
+            self._workers.kill_after_grace()
+        if within_s is not None:
+            self._workers.kill_within(seconds_to_leave(within_s, self._part.grace_s))
         if not self._workers:
             self._finish_leaving()
 

@@ -84,8 +84,8 @@ class Coordinator:
     def run(self, told: Callable[[], str | None]) -> int:
         """Serve until the job is over; return its exit code.
 
-        `told` is polled for the name of a signal that this process received, or None. The first signal saves
-        and stops the job; a second SIGINT ends it at once.
+        `told` is polled for why the job is to stop, such as the name of a signal that this process received,
+        or None. The first reason saves and stops the job; a second SIGINT ends it at once.
         """
         is_told = is_interrupted = False
         while self._end is None:
@@ -209,7 +209,7 @@ class Coordinator:
 
     # -- actions ---------------------------------------------------------------------------------
 
-    def _pass_on(self, action: ev.EndGeneration | ev.Again | ev.Release) -> None:
+    def _pass_on(self, action: ev.EndGeneration | ev.EndLeases | ev.Again | ev.Release) -> None:
         self._tell_all(action.members, action)
 
     def _form(self, action: ev.Form) -> None:
@@ -386,6 +386,7 @@ class Coordinator:
 
 _ACTIONS: Mapping[type[ev.Action], Callable] = {
     ev.EndGeneration: Coordinator._pass_on,
+    ev.EndLeases: Coordinator._pass_on,
     ev.Form: Coordinator._form,
     ev.Go: Coordinator._go,
     ev.Again: Coordinator._pass_on,

@@ -120,6 +120,10 @@ class Leave(JobEvent):
     """Event: a host leaves the job. Its processes are to end after their step, and the others go on."""
 
     host: str
+    why: str = ""
+    """What told it to leave: the name of a signal, or a notice; empty if unknown."""
+    within_s: float | None = None
+    """Seconds until the host is gone, by that notice; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,13 @@ class EndGeneration(Action):
 
     members: tuple[str, ...]
     generation: int
+
+
+@dataclass(frozen=True)
+class EndLeases(Action):
+    """Action: have these processes take no further leases of samples, because they will leave."""
+
+    members: tuple[str, ...]
 
 
 @dataclass(frozen=True)

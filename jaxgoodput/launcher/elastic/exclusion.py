@@ -170,7 +170,6 @@ def _leave_out(
         seconds = longest_s * 2.0 ** min(known.num_exclusions, 16)
         turn.change_host(host, num_exclusions=known.num_exclusions + 1)
     turn.change_host(host, until_s=turn.now_s + seconds)
-    turn.dismiss(host)
     turn.announce(
         HostDecision(
             host=host,
@@ -179,6 +178,7 @@ def _leave_out(
             numbers={**numbers, "excluded_s": seconds},
         )
     )
+    turn.dismiss(host)
 
 
 # -- hosts that do not reach each other ----------------------------------------------------------------

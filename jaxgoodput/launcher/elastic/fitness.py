@@ -337,10 +337,20 @@ class HostDecision:
 
     host: str
     decision: str
-    """"left out", "taken in again", "released" or "refused"."""
+    """"left out", "taken in again", "released", "refused" or "told to leave"."""
     why: str
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Measurements behind the decision, by name."""
 
     def __str__(self) -> str:
         return f"{self.host} is {self.decision}: {self.why}"
+
+
+def leave_of(host: str, why: str, within_s: float | None) -> HostDecision:
+    """Return the decision that a host leaves because of a signal or a notice; seconds until it is gone.
+
+    >>> str(leave_of("a", "SIGTERM", None))
+    'a is told to leave: SIGTERM'
+    """
+    numbers = {} if within_s is None else {"notice_s": within_s}
+    return HostDecision(host=host, decision="told to leave", why=why, numbers=numbers)

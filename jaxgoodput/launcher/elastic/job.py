@@ -6,6 +6,7 @@ other hosts may join at any time with `jaxgoodput agent`.
 
 import contextlib
 import os
+import pathlib
 import queue
 import shutil
 import signal
@@ -21,7 +22,10 @@ from jaxgoodput.launcher.elastic.agent import facts_of
 from jaxgoodput.launcher.elastic.coordinator import Coordinator, with_slots
 from jaxgoodput.launcher.elastic.state import Limits
 from jaxgoodput.launcher.host_list import NamedHost
+from jaxgoodput.launcher.join_file import JoinDetails, join_file_there
 from jaxgoodput.launcher.local import shim_command
+from jaxgoodput.launcher.notices.notice import Notice, NoticeSettings
+from jaxgoodput.launcher.notices.watch import notices_to
 from jaxgoodput.launcher.roll_call import CONNECT_S
 from jaxgoodput.launcher.supervise import StopSignal, UsageError, say, signals_to
 
@@ -61,10 +65,14 @@ class Job:
     admit_every_s: float = 5.0
     exclude_slow: float = 2.0
     exclude_s: float = 300.0
+    join_file: pathlib.Path | None = None
+    """File to write, by which other hosts find the job; see `join_file`."""
     reconnect_s: float = 0.0
     """How long an agent that has lost its coordinator looks for another at the same address."""
     connect_s: float = CONNECT_S
     """How long a process may take from its start until it joins the job."""
+    notices: NoticeSettings = NoticeSettings()
+    """Where hosts, and this process, look for notices that they will be taken away."""
     variables: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Environment variables of the processes on hosts that this command starts."""
     secret: str | None = field(default=None, repr=False)
@@ -83,18 +91,20 @@ def run_elastic(command: Sequence[str], job: Job, *, clock: Clock | None = None)
         started = hosts.local(job.local_hosts, secret, job.variables)
     host, port = _endpoint(job)
     needed = limits.needed
-    if port is None and 0 < len(started.names) < needed:
+    can_be_joined = port is not None or job.join_file is not None
+    if not can_be_joined and 0 < len(started.names) < needed:
         grouped = job.hosts_per_group is not None
         raise UsageError(
             f"--nnodes {job.least}:{job.most} needs {needed} hosts"
             + f" in groups of {job.hosts_per_group} (--hosts-per-group)" * grouped
             + f", {len(started.names)} are named, and no other host knows where to connect. Name more hosts, "
-            "or give a port that others can connect to: --rdzv-endpoint HOST:PORT."
+            "or say how others find the job: --join-file FILE, or --rdzv-endpoint HOST:PORT."
         )
     from jaxgoodput import _jax
 
     _jax.quiet_runtime_log()
-    events: queue.SimpleQueue[StopSignal] = queue.SimpleQueue()
+    events: queue.SimpleQueue[StopSignal | Notice] = queue.SimpleQueue()
+    clock = clock or SystemClock()
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_to(events))
         coordinator = Coordinator(
@@ -108,20 +118,37 @@ def run_elastic(command: Sequence[str], job: Job, *, clock: Clock | None = None)
             port=port,
             secret=secret,
             facts=facts_of(command),
-            clock=clock or SystemClock(),
+            clock=clock,
         )
         stack.callback(started.close)
         stack.callback(coordinator.close)
+        stack.enter_context(notices_to(events, job.notices, clock))
         say(f"the job is at {coordinator.address}, for {job.least} to {job.most} hosts")
-        named = NamedHosts(started.names, coordinator, needed)
+        if job.join_file is not None:
+            details = JoinDetails(coordinator.address, secret)
+            stack.enter_context(join_file_there(job.join_file, details))
+        named = NamedHosts(started.names, coordinator, needed, may_grow=job.join_file is not None)
 
         def told() -> str | None:
-            if not events.empty():
-                return signal.Signals(events.get().signum).name
+            while not events.empty():
+                why = _why_to_stop(events.get())
+                if why is not None:
+                    return why
             return named.look() if named.names and port is None else None
 
         started.start(partial(_agent_arguments, command, job, coordinator.address), named.ended)
         return coordinator.run(told)
+
+
+def _why_to_stop(event: StopSignal | Notice) -> str | None:
+    """Return why a signal or a notice to the coordinator's host stops the whole job; None for a warning.
+
+    Without a coordinator there is no job, so it ends with its last step saved while there is time.
+    """
+    if isinstance(event, StopSignal):
+        return signal.Signals(event.signum).name
+    say(f"the coordinator's host: {event}")
+    return None if event.is_warning else "the coordinator's host will be gone"
 
 
 def _checked(command: Sequence[str], job: Job) -> tuple[Limits, str]:
@@ -141,10 +168,10 @@ def _checked(command: Sequence[str], job: Job) -> tuple[Limits, str]:
             "(--hosts-per-group) all hosts run the same number. Give all the same number of slots."
         )
     given = job.secret or os.environ.get(hosts.SECRET)
-    if not job.hosts and job.local_hosts == 0 and not given:
+    if not job.hosts and job.local_hosts == 0 and not given and job.join_file is None:
         raise UsageError(
             "with --local-hosts 0 all hosts join by `jaxgoodput agent`, which needs the secret of the job. "
-            f"Set {hosts.SECRET} to the same text here and on every host."
+            f"Set {hosts.SECRET} to the same text here and on every host, or give --join-file FILE."
         )
     try:
         same = {name: getattr(job, name) for name in _SAME}
@@ -155,13 +182,17 @@ def _checked(command: Sequence[str], job: Job) -> tuple[Limits, str]:
 
 
 class NamedHosts:
-    """Watches the hosts whose agents this process has started, if no other host can join.
+    """Watches the hosts whose agents this process has started, if no other host is sure to join.
 
-    An agent that has ended does not come back. If fewer than `least` are left, the job would wait for ever.
+    An agent that has ended does not come back. If fewer than `least` are left, the job might wait for ever.
+    One that `may_grow` waits for its first start all the same.
     """
 
-    def __init__(self, names: Sequence[str], coordinator: Coordinator, least: int):
+    def __init__(
+        self, names: Sequence[str], coordinator: Coordinator, least: int, *, may_grow: bool
+    ):
         self.names = names
+        self._may_grow = may_grow
         self._coordinator = coordinator
         self._least = least
         self._codes: dict[str, int] = {}  # exit codes, in the order in which the agents ended
@@ -181,6 +212,8 @@ class NamedHosts:
         left = (set(self.names) - set(codes)) | here
         if self._is_said or len(left) >= self._least:
             return None
+        if self._may_grow and left and not self._could_train:
+            return None
         self._is_said = True
         why = f"the agents of {', '.join(codes)} have ended, and it needs {self._least} hosts"
         if left and self._could_train:
@@ -197,7 +230,7 @@ def _agent_arguments(command: Sequence[str], job: Job, address: str, name: str) 
         arguments += ["--devices-per-process", str(job.devices_per_process)]
     arguments += ["--grace-s", str(job.grace_s), "--silent-s", str(job.silent_s)]
     arguments += ["--reconnect-s", str(job.reconnect_s), "--connect-s", str(job.connect_s)]
-    return [*arguments, "--", *command]
+    return [*arguments, *job.notices.to_arguments(), "--", *command]
 
 
 def _endpoint(job: Job) -> tuple[str, int | None]:

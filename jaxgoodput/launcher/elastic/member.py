@@ -62,8 +62,9 @@ class JobMembership:
         self._assignment: messages.Assignment | None = None
         self._is_done = False  # whether the run is complete
         self._ask: Callable[[], None] = lambda: None
+        self._takes_leases = True
         self._pace = _PaceMeter(self._clock)
-        self._device, self._others = _WaitMeter(self._clock), _WaitMeter(self._clock)
+        self._waits = _Waits(_WaitMeter(self._clock), _WaitMeter(self._clock))
         self._answers: queue.SimpleQueue[Any] = (
             queue.SimpleQueue()
         )  # None: the connection has ended
@@ -107,22 +108,26 @@ class JobMembership:
         """Return whether the current generation is to end, or has lost one of its processes."""
         return self._is_over
 
+    def takes_leases(self) -> bool:
+        """Whether this process may take leases of samples; one that is about to leave takes no more."""
+        return self._takes_leases
+
     def beat(self, step: int | None) -> None:
         """Send a heartbeat with the last finished step; None: this process trains no more."""
         if step is not None:
-            device_s, is_stuck = self._device.seconds()
-            others_s, _ = self._others.seconds()
+            device_s, is_stuck = self._waits.device.seconds()
+            others_s, _ = self._waits.others.seconds()
             pace = self._pace.take()
             waits = device_s, is_stuck, others_s
             self._tell(ev.Beat(self._member, self._generation, step, pace, *waits))
 
     def device_at_work(self, num_samples: int) -> contextlib.AbstractContextManager[None]:
         """While this process waits for its own device; heartbeats tell how long that takes."""
-        return self._device.at_work(num_samples)
+        return self._waits.device.at_work(num_samples)
 
     def others_at_work(self) -> contextlib.AbstractContextManager[None]:
         """While this process waits for the others; heartbeats tell how long that takes."""
-        return self._others.at_work(1)
+        return self._waits.others.at_work(1)
 
     def computed(self, own: OwnPart) -> None:
         """Record how long this process's part of a step took; a later heartbeat reports it."""
@@ -164,7 +169,7 @@ class JobMembership:
                 "a job is one run. Give each fit() a job of its own, or use --nproc-per-node instead."
             )
         self._pace.clear()
-        self._device.clear()
+        self._waits.device.clear()
         began_s = self._clock.now()
         _jax.forget_devices()
         left_s = self._clock.now()
@@ -345,12 +350,17 @@ class JobMembership:
                 self._is_over = True
                 self._ask()
             return
+        if isinstance(message, ev.EndLeases):
+            self._takes_leases = False
+            return
         if isinstance(message, messages.StateAddresses):
             self._links.start(lambda worker: self._try_links(message.state_at))
             return
         if isinstance(message, messages.HangUpOn):
             self._links.start(lambda worker: self._hang_up(message.state_at))
             return
+        if isinstance(message, messages.Assignment):
+            self._takes_leases = True  # it stays after all
         if isinstance(message, messages.Connect):
             # Set here, not in `enter`: the next message may already end this generation.
             self._generation, self._is_over = message.generation, False
@@ -388,6 +398,14 @@ class _WaitMeter:
         seconds = self._clock.now() - began[0]
         usual_s = max(tuple(self._sample_s), default=0.0) * began[1]
         return seconds, 0 < _UNUSUAL * usual_s < seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class _Waits:
+    """How long this process has been waiting for its own device, and for the other processes."""
+
+    device: _WaitMeter
+    others: _WaitMeter
 
 
 class _PaceMeter:

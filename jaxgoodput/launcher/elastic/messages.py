@@ -134,7 +134,7 @@ FROM_AGENTS = (ev.ProcessExited, ev.Leave, ev.HostExamined)
 FROM_WORKERS = (ev.Ready, ev.LinksTried, ev.SetUp, ev.Beat, ev.ProcessDone, Connected)
 TO_AGENTS = (Accepted, ev.Refuse, ev.LetGo, CheckHost, StartWorker, ev.Kill, StopWorkers, ev.EndJob)
 TO_WORKERS = (Welcome, Assignment, Connect, ev.Again, ev.EndGeneration, ev.Release, SaveParts)
-TO_WORKERS += (StateAddresses, HangUpOn)
+TO_WORKERS += (StateAddresses, HangUpOn, ev.EndLeases)
 
 
 def encoded(message: Any) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def decoded(body: Mapping[str, Any], kinds: tuple[type, ...]) -> Any:
     """Return the message that `encoded` wrote. Raises ValueError if it is of none of these kinds.
 
     >>> decoded(encoded(ev.Leave("a")), FROM_AGENTS)
-    Leave(host='a')
+    Leave(host='a', why='', within_s=None)
     """
     fields = dict(body)
     name = fields.pop("type", None)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from jaxgoodput._exits import DONE, FAILED, SAVED, UNSAVED, Exit, RunFacts, exit_code, run_exit
 from jaxgoodput.launcher import early_release
 from jaxgoodput.launcher.elastic import events as ev
-from jaxgoodput.launcher.elastic import exclusion
+from jaxgoodput.launcher.elastic import exclusion, fitness
 from jaxgoodput.launcher.elastic.fitness import ATTEMPTS_S
 from jaxgoodput.launcher.elastic.state import KnownProcess, Rendezvous, Stage, Turn
 
@@ -191,6 +191,8 @@ def _replace(turn: Turn, member: KnownProcess, code: int) -> None:
 
 
 def _leave(turn: Turn, event: ev.Leave) -> None:
+    if event.why and event.host not in turn.state.leaving:
+        turn.announce(fitness.leave_of(event.host, event.why, event.within_s))
     turn.dismiss(event.host)
     turn.change(leaving=turn.state.leaving | {event.host})
 

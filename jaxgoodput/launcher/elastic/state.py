@@ -334,10 +334,13 @@ class Turn:
         self.change(hosts={**self.state.hosts, host: known})
 
     def dismiss(self, host: str) -> None:
-        """Mark all processes of a host as leaving: they take part in no further generation."""
-        for name, member in self.state.members.items():
-            if member.host == host:
-                self.change_process(name, leaves=True)
+        """Mark all processes of a host as leaving: no further generation, and no further leases."""
+        names = tuple(name for name, m in self.state.members.items() if m.host == host)
+        for name in names:
+            self.change_process(name, leaves=True)
+        training = tuple(name for name in names if name in self.state.ranks)
+        if training and self.state.stage is not Stage.OVER:
+            self.act(ev.EndLeases(training))
 
     def enter(self, stage: Stage, **fields) -> None:
         """Begin another stage now; also replace these fields of the job's state."""

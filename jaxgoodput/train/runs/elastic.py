@@ -63,8 +63,11 @@ class Elastic:
         """Return the next batch, in parts if they are leased; None at the end of the data."""
         others = self.where.process_count > 1
         if self.sharing.leases and others and now.batch.num_micro_batches > 1:
-            return self.loader.next_in_parts(now.batch, lambda: self.agreement.lease(now.step))
+            return self.loader.next_in_parts(now.batch, lambda: self._lease(now.step))
         return self.feed.next(now.batch, meanwhile)
+
+    def _lease(self, step: int) -> int:
+        return self.agreement.lease(step, declines=not self.membership.takes_leases())
 
     def dispatch(self, now: RunState, batch: StepBatch, *, measured: bool) -> Dispatched:
         """Do one step up to its update; see `Run.dispatch`. Raises PeerGone if not all have its sum."""

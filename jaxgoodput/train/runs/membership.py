@@ -23,6 +23,7 @@ from jaxgoodput.engine.saved import HostLeaf, LeafKind
 from jaxgoodput.train.checkpoints.meta import CheckpointMeta
 
 _KEEP = 4  # steps after which no process asks for what was agreed on in a step
+NO_LEASE = 2**31 - 1  # larger than the number of any micro-batch
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,10 @@ class Membership(Protocol):
         """Whether the present generation is about to end, or has lost a process."""
         ...
 
+    def takes_leases(self) -> bool:
+        """Whether this process may take leases of samples; one that is about to leave takes no more."""
+        ...
+
     def on_regroup(self, ask: Callable[[], None]) -> None:
         """Call `ask`, from another thread, when the present generation is about to end."""
         ...
@@ -190,6 +195,9 @@ class Agreement:
     for the next one when it is done with the last. One process of each group that shares a copy of the model
     asks, and tells the others of its group.
 
+    A process that is about to leave declines, and gets no more micro-batches of the step. The last one that
+    has not declined cannot: no process would be left to take the rest of the batch.
+
     It also decides whether a step counts. If a copy is cut over several processes, its parts must be of the
     same step even if a process dies between the sum and the update. So each process says that it has the sum,
     and none updates before all have said so. A process that cannot wait any longer says no, unless the answer
@@ -217,24 +225,38 @@ class Agreement:
             None  # the prefix of this run's keys; None: nothing was agreed on yet
         )
         self._leased = (-1, 0)  # a step, and how many leases this process has had in it
+        self._declined = (-1, False)  # a step, and whether this process takes no more leases in it
 
-    def lease(self, step: int) -> int:
+    def lease(self, step: int, *, declines: bool = False) -> int:
         """Return the number of the next micro-batch of this step that no process has taken.
+
+        If this process `declines`, return `NO_LEASE` instead, unless all other groups have declined before.
 
         Raises PeerGone if the process that speaks for this one's group has died.
         """
         key = self._key(step)
         if self._group_size == 1:
-            return self._store.count(f"{key}/leases")
+            return self._next_lease(step, declines)
         last, count = self._leased
         count = count if last == step else 0
         self._leased = step, count + 1
         told = f"{key}/lease {count} of group {self._group}"
         if self._place == 0:
-            lease = self._store.count(f"{key}/leases")
+            lease = self._next_lease(step, declines)
             self._store.set(told, str(lease))
             return lease
         return int(self._store.wait(told, unless=self._is_broken))
+
+    def _next_lease(self, step: int, declines: bool) -> int:
+        key, (last, has_declined) = self._key(step), self._declined
+        if last == step:  # once for the whole step
+            return NO_LEASE if has_declined else self._store.count(f"{key}/leases")
+        if declines:
+            num_groups = self._process_count // self._group_size
+            has_declined = self._store.count(f"{key}/declined") < num_groups - 1
+            self._declined = step, has_declined
+            return self._next_lease(step, declines)
+        return self._store.count(f"{key}/leases")
 
     def commit(self, step: int) -> None:
         """Return when every process has the sum of this step; then all of them update.
