@@ -56,6 +56,7 @@ _CONNECT = number("--connect-s", "S", 1.0, "seconds from the start of a process 
 _ENV = text("--env", "NAME[=VALUE]", "environment variable of each process, by default with the value that "
             "it has here; may be repeated", [], type=variable, action="append")
 _SECRET = switch("--secret-stdin", help=argparse.SUPPRESS)
+_REPORTS_HOSTS = switch("--reports-hosts", help=argparse.SUPPRESS)
 _ENV_STDIN = switch("--env-stdin", help=argparse.SUPPRESS)
 # fmt: on
 
@@ -86,6 +87,7 @@ _ELASTIC = (
     _SILENT,
     _RECONNECT,
     _SECRET,
+    _REPORTS_HOSTS,
 )  # fmt: skip
 
 _RUN = (
@@ -232,6 +234,7 @@ def _run_elastic(options, command: list[str], parser: argparse.ArgumentParser) -
                 "reconnect_s": 60.0 if has_port else 0.0,
                 **_set(options, "local_hosts", "max_restarts", "reconnect_s", *names),
             },
+            reports_hosts=options.reports_hosts,
             least=least,
             most=most,
             slots=options.nproc_per_node or 1,

@@ -344,12 +344,12 @@ class Regrouped(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class HostJudged(Event):
-    """Event: a host was excluded, admitted again, or refused since the previous set of processes."""
+    """Event: a host was excluded, admitted again, refused or found at fault since the last processes."""
 
     hook: ClassVar[str] = "on_host_judged"
     host: str
     decision: str
-    """"left out", "taken in again" or "refused"."""
+    """"left out", "taken in again" or "refused"; "slow", "stuck" or "unreachable" for a host that stays."""
     why: str
     numbers: Mapping[str, float]
     """Numbers behind the decision, such as `slow_ratio`, the host's seconds per sample over the median of the

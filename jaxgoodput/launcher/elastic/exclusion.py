@@ -15,6 +15,7 @@ from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic import fitness
 from jaxgoodput.launcher.elastic.fitness import HostDecision, Pace
 from jaxgoodput.launcher.elastic.state import Host, KnownProcess, Rendezvous, Stage, Turn
+from jaxgoodput.specs import HostFault
 
 
 def arrive(turn: Turn, event: ev.HostArrived) -> None:
@@ -40,14 +41,19 @@ def examined(turn: Turn, event: ev.HostExamined) -> None:
         return
     if check.failure:
         turn.change(hosts={name: one for name, one in turn.state.hosts.items() if name != host})
-        turn.announce(HostDecision(host=host, decision="refused", why=check.failure))
+        turn.announce(HostDecision(host=host, decision="refused", why=check.failure), "faulty")
         turn.act(ev.Refuse(host, check.failure))
         return
     others = _checks_of_others(turn, host)
-    why = fitness.unfit(check, others, turn.state.limits.exclude_slow)
+    limits = turn.state.limits
+    # Who only reports, reports what a host does to the training and not what a single check says.
+    why = fitness.unfit(check, others, 0.0 if limits.reports_hosts else limits.exclude_slow)
     turn.change_host(host, check=check, is_asked=False)
     if why and _suffice_without(turn.state, host):
-        _leave_out(turn, host, why, {}, is_cut=bool(check.unreached))
+        # A single attempt may have met processes that were just ending.
+        is_again = bool(check.unreached) and known.num_cut_off > 0
+        fault = "unreachable" if is_again else None
+        _leave_out(turn, host, why, {}, is_cut=bool(check.unreached), fault=fault)
         return
     turn.change_host(host, until_s=None)
     there = (
@@ -93,7 +99,12 @@ def compare(turn: Turn) -> None:
                 f"({1e3 * samples_s[name]:.3g} ms per sample); without it a step takes {saved:.0%} less time"
             )
             numbers = {"slow_ratio": times[name], "saved": saved, "sample_s": samples_s[name]}
-            _leave_out(turn, hosts[name], why, numbers)
+            if state.limits.reports_hosts:
+                turn.change_process(name, num_slow=0)
+                decision = HostDecision(host=hosts[name], decision="slow", why=why, numbers=numbers)
+                turn.announce(decision, "slow")
+            else:
+                _leave_out(turn, hosts[name], why, numbers)
             return  # if two hosts are slow, the other one follows in a later window
 
 
@@ -104,6 +115,8 @@ def _share_saved(
     limits = turn.state.limits
     gone = {other for other, member in here.items() if member.host == here[name].host}
     count = limits.usable(len(here) - len(gone), here[name].share)
+    if limits.reports_hosts:  # it is replaced, if it has to be
+        count = len(here) - len(gone)
     if turn.state.members[name].num_slow < limits.slow_windows or not count:
         return None
     saved = fitness.saved(paces, gone, count)
@@ -144,11 +157,18 @@ def _suffice_without(state: Rendezvous, host: str) -> bool:
 
 
 def _leave_out(
-    turn: Turn, host: str, why: str, numbers: Mapping[str, float], *, is_cut: bool = False
+    turn: Turn,
+    host: str,
+    why: str,
+    numbers: Mapping[str, float],
+    *,
+    is_cut: bool = False,
+    fault: HostFault | None = None,
 ) -> None:
     """Exclude a host: have its processes leave, and start none on it for a while.
 
     A broken link (`is_cut`) may be back in a moment, and another check of it costs the others nothing.
+    `fault` is for the program that started this one.
     """
     known, longest_s = turn.state.hosts.get(host, Host()), turn.state.limits.exclude_s
     if is_cut:
@@ -167,8 +187,18 @@ def _leave_out(
             decision="left out",
             why=f"{why}. It is checked again in {seconds:g} s",
             numbers={**numbers, "excluded_s": seconds},
-        )
+        ),
+        fault,
     )
+
+
+def _report_cut(turn: Turn, host: str, why: str) -> None:
+    """Report a host that others do not reach, and without which they are too few; from time to time."""
+    known = turn.state.hosts.get(host, Host())
+    if known.num_cut_off and turn.now_s - known.cut_off_s < turn.state.limits.cut_s:
+        return
+    turn.change_host(host, num_cut_off=known.num_cut_off + 1, cut_off_s=turn.now_s)
+    turn.announce(HostDecision(host=host, decision="unreachable", why=why), "unreachable")
 
 
 # -- hosts that do not reach each other ----------------------------------------------------------------
@@ -278,9 +308,12 @@ def leave_out_unreached(turn: Turn) -> None:
         else:
             turn.cancel_forming()
     share = next((s for name in kept if (s := state.members[name].share) is not None), None)
-    if state.limits.usable(len(kept), share):
-        for host in sorted({state.members[name].host for name in here if name not in kept}):
-            _leave_out(turn, host, _why_cut(state, host, kept), {}, is_cut=True)
+    for host in sorted({state.members[name].host for name in here if name not in kept}):
+        why = _why_cut(state, host, kept)
+        if state.limits.usable(len(kept), share):
+            _leave_out(turn, host, why, {}, is_cut=True, fault="unreachable")
+        elif state.limits.reports_hosts:
+            _report_cut(turn, host, why)
 
 
 def _is_parted(state: Rendezvous) -> bool:

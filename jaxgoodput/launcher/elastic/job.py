@@ -26,7 +26,8 @@ from jaxgoodput.launcher.roll_call import CONNECT_S
 from jaxgoodput.launcher.supervise import StopSignal, UsageError, exit_code, say, signals_to
 
 # Fields of `Limits` that are options of a job under the same name.
-_SAME = "least most max_restarts silent_s join_s admit_every_s exclude_slow exclude_s".split()
+_SAME = "least most max_restarts silent_s join_s admit_every_s".split()
+_SAME += "exclude_slow exclude_s reports_hosts".split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,7 @@ class Job:
     admit_every_s: float = 5.0
     exclude_slow: float = 2.0
     exclude_s: float = 300.0
+    reports_hosts: bool = False
     reconnect_s: float = 0.0
     """How long an agent that has lost its coordinator looks for another at the same address."""
     connect_s: float = CONNECT_S
