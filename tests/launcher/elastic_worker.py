@@ -55,7 +55,8 @@ def times_seen():
 class Slow(ArraySource):
     """Rows that take their time, until there is a file that says to hurry.
 
-    More of it on the host "slow", and on the host "moody" while there is a file that says so.
+    More of it on the host "slow", and on the host "moody" while there is a file that says so. The file "slow"
+    names a host and how many times as long it takes there.
     """
 
     def __init__(self, arrays, step_s, hurry, by_row=False):
@@ -77,7 +78,10 @@ class Slow(ArraySource):
         if not self.hurry.exists():
             host = os.environ.get("JAXGOODPUT_HOST")
             is_slow = host == "slow" or (host == "moody" and (self.hurry.parent / "moody").exists())
-            time.sleep(self.step_s * share * (6 if is_slow else 1))
+            named, times = self.hurry.parent / "slow", 6.0 if is_slow else 1.0
+            if named.exists() and (said := named.read_text().split()) and said[0] == host:
+                times = float(said[1])
+            time.sleep(self.step_s * share * times)
 
 
 class Stream:

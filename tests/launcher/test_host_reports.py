@@ -34,6 +34,19 @@ def test_a_slow_host_is_reported_and_stays_also_if_the_job_needs_it(least):
     assert faults(actions) == [("c", "slow")], "again while it lasts"
 
 
+def test_all_processes_of_a_slow_machine_are_reported_together():
+    machine = arrived(dataclasses.replace(REPORTS, most=6), *"abcdef")
+    speeds = {"a": 1.0, "b": 1.1, "c": 1.0, "d": 1.1, "e": 5.0, "f": 5.5}
+    machine, actions = windows(machine, speeds, 4)
+    assert faults(actions) == [("e", "slow"), ("f", "slow")]
+
+
+def test_slow_hosts_that_hold_up_no_step_are_not_reported():
+    machine = arrived(REPORTS, "a", "b", "c")
+    machine, actions = windows(machine, SLOW, 20, is_leased=True, part=1)
+    assert not faults(actions)
+
+
 def test_a_single_check_says_nothing_of_the_speed_while_it_trains():
     machine = arrived(REPORTS, "a", "b")
     machine, _ = run(machine, ev.HostArrived("c"))

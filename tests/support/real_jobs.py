@@ -70,11 +70,12 @@ class Job:
         name: str,
         *options: str,
         epochs: int = EPOCHS,
+        step_s: float = STEP_S,
     ):
         self.service, self.name, self.epochs = service, name, epochs
         self.folder = folder / name
         self.folder.mkdir()
-        command = ["python", str(WORKER), str(self.folder), str(epochs), str(STEP_S), "by-row"]
+        command = ["python", str(WORKER), str(self.folder), str(epochs), str(step_s), "by-row"]
         workdir = str(self.folder / "run")
         submit(service, name, "--workdir", workdir, *options, "--", *command)
 
@@ -87,6 +88,11 @@ class Job:
             if text.endswith("}")  # others are being written
         ]
         return sorted((x for x in found if x["kind"] == kind), key=lambda x: x["at"])
+
+    def slow_down(self, host: str, times: float) -> None:
+        """Have one of its hosts take so many times as long from now on; 1 ends it."""
+        (self.folder / "run").mkdir(exist_ok=True)
+        (self.folder / "run" / "slow").write_text(f"{host} {times}")
 
     def hurry(self) -> None:
         """Have its steps take no time from now on."""

@@ -23,7 +23,7 @@ from jaxgoodput._fields.serial import decode, encode, parse
 from jaxgoodput.clock import SystemClock
 from jaxgoodput.cluster.client import Client, RequestRefused, Unreachable, read_token
 from jaxgoodput.cluster.service import wire
-from jaxgoodput.cluster.service.web.show import fault_in_words, progress, state_in_words
+from jaxgoodput.cluster.service.web.show import progress, state_in_words, with_faults
 from jaxgoodput.cluster.service.wire import DONE, FAILED, USAGE, Receipt
 from jaxgoodput.launcher.variables import as_mapping
 from jaxgoodput.specs import JobSpec, Node
@@ -364,15 +364,14 @@ def _watch(client: Client, console: Console) -> None:
 
 
 def _nodes_table(cluster: wire.ClusterShown) -> Table:
-    table = Table("node", "kind", "state", "devices", "reported", box=None, pad_edge=False)
+    table = Table("node", "kind", "state", "devices", box=None, pad_edge=False)
     for shown in cluster.nodes:
         node = shown.node
         held = ", ".join(f"{job}: {len(local)}" for job, local in shown.jobs.items())
         used = sum(map(len, shown.jobs.values()))
         said = f"{used} of {node.num_devices}" + (f" ({held})" if held else "")
-        faults = "; ".join(fault_in_words(one, cluster.now_s) for one in shown.faults)
-        state = state_in_words(node.state, shown.why)
-        table.add_row(node.name, node.kind, state, said, faults)
+        state = with_faults(state_in_words(node.state, shown.why), shown.faults, cluster.now_s)
+        table.add_row(node.name, node.kind, state, said)
     return table
 
 

@@ -46,7 +46,7 @@ def examined(turn: Turn, event: ev.HostExamined) -> None:
         return
     others = _checks_of_others(turn, host)
     limits = turn.state.limits
-    # Who only reports, reports what a host does to the training and not what a single check says.
+    # If slow hosts are only reported, their speed in training decides, and not one check.
     why = fitness.unfit(check, others, 0.0 if limits.reports_hosts else limits.exclude_slow)
     turn.change_host(host, check=check, is_asked=False)
     if why and _suffice_without(turn.state, host):
@@ -90,6 +90,9 @@ def compare(turn: Turn) -> None:
     for name, member in here.items():
         turn.change_process(name, pace=None, num_slow=member.num_slow + 1 if name in slow else 0)
     times = fitness.ratios(samples_s, hosts)
+    if state.limits.reports_hosts:
+        _report_slow(turn, paces, times)
+        return
     for name in sorted(slow, key=lambda name: -times[name]):
         saved = _share_saved(turn, name, here, paces)
         if saved is not None:
@@ -99,13 +102,33 @@ def compare(turn: Turn) -> None:
                 f"({1e3 * samples_s[name]:.3g} ms per sample); without it a step takes {saved:.0%} less time"
             )
             numbers = {"slow_ratio": times[name], "saved": saved, "sample_s": samples_s[name]}
-            if state.limits.reports_hosts:
-                turn.change_process(name, num_slow=0)
-                decision = HostDecision(host=hosts[name], decision="slow", why=why, numbers=numbers)
-                turn.announce(decision, "slow")
-            else:
-                _leave_out(turn, hosts[name], why, numbers)
+            _leave_out(turn, hosts[name], why, numbers)
             return  # if two hosts are slow, the other one follows in a later window
+
+
+def _report_slow(turn: Turn, paces: Mapping[str, Pace], times: Mapping[str, float]) -> None:
+    """Report the hosts that are slow for long, if steps would be shorter without all of them.
+
+    They may be processes of one machine, and other machines may take their place.
+    """
+    members, limits = turn.state.members, turn.state.limits
+    slow = [name for name in paces if members[name].num_slow >= limits.slow_windows]
+    if not slow or len(slow) == len(paces):
+        return
+    saved = fitness.saved(paces, slow, len(paces) - len(slow))
+    if saved < fitness.SAVED_AT_LEAST:
+        return
+    for name in slow:
+        turn.change_process(name, num_slow=0)
+        sample_s = paces[name].sample_s
+        why = (
+            f"in {limits.slow_windows} windows in a row it was much slower than the others, in the last one "
+            f"{times[name]:.3g} times their median ({1e3 * sample_s:.3g} ms per sample); without slow hosts a "
+            f"step takes {saved:.0%} less time"
+        )
+        numbers = {"slow_ratio": times[name], "saved": saved, "sample_s": sample_s}
+        host = members[name].host
+        turn.announce(HostDecision(host=host, decision="slow", why=why, numbers=numbers), "slow")
 
 
 def _share_saved(
@@ -115,8 +138,6 @@ def _share_saved(
     limits = turn.state.limits
     gone = {other for other, member in here.items() if member.host == here[name].host}
     count = limits.usable(len(here) - len(gone), here[name].share)
-    if limits.reports_hosts:  # it is replaced, if it has to be
-        count = len(here) - len(gone)
     if turn.state.members[name].num_slow < limits.slow_windows or not count:
         return None
     saved = fitness.saved(paces, gone, count)

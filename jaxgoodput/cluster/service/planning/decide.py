@@ -65,24 +65,26 @@ def views_of(
     held = (shape_of(e.allocation.devices, kind_of) for e in state.active.values())
     offered = tuple(sorted({*shapes(cluster), *(s for s in held if s is not None)}))
     used = _used_by_tenant(state, now_s, rules.half_life_s) if rules.sharing.tenants else {}
-    views = []
+    views, reported = [], faults.in_force(state.faults, now_s)
     for entry in state.active.values():
         entry = entry if rules.named.mode == "adaptive" else _rigid(entry, cluster)
         spec = entry.spec
         more = _packed(cluster, spec.num_devices or 1) if spec.mode == "rigid" else ()
         table = _table(entry, (*offered, *more), now_s, tables)
         view = _view(counted_until(now_s, entry, kind_of), table, now_s, rules, used)
-        views.append(dataclasses.replace(view, avoids=avoided_by(state, spec.id, now_s)))
+        if reported:
+            view = dataclasses.replace(view, avoids=avoided_by(reported, spec.id, now_s))
+        views.append(view)
     return tuple(views)
 
 
-def avoided_by(state: State, job: str, now_s: float) -> dict[str, AvoidedNode]:
+def avoided_by(reported: faults.Faults, job: str, now_s: float) -> dict[str, AvoidedNode]:
     """Return the nodes that are kept apart from a job now, because it or several other jobs reported them.
 
     What other jobs report never makes a job wait, because it may not hold for this one.
     """
     found: dict[str, AvoidedNode] = {}
-    for (node, other), one in faults.of_job(state.faults, job, now_s).items():
+    for (node, other), one in faults.of_job(reported, job, now_s).items():
         is_own = other == job
         until_s, is_usable = one.end_s(own=is_own), one.fault == "slow" or not is_own
         if (known := found.get(node)) is not None:

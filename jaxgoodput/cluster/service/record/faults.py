@@ -13,7 +13,7 @@ from jaxgoodput.specs import HostFault
 WINDOW_S = 3600.0  # for which a report of one job confirms the report of another
 LONGEST_S = 24 * 3600.0  # of a term, unless the first one is longer
 FORGET_S = 24 * 3600.0  # after a term, before the next one is a first one again
-MOST_FAULTS = 2000  # that are remembered
+MOST_FAULTS = 1000  # that are remembered
 
 Faults = Mapping[tuple[str, str], "NodeFault"]
 """The newest report of each node by each job, by names of node and job, the oldest first."""

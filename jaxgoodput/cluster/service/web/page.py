@@ -12,11 +12,11 @@ from urllib.parse import quote
 from jaxgoodput.cluster.service.record.commands import Caller
 from jaxgoodput.cluster.service.record.state import JobEntry, State, owners
 from jaxgoodput.cluster.service.web.show import (
-    fault_in_words,
     name_for,
     node_faults,
     progress,
     state_in_words,
+    with_faults,
 )
 from jaxgoodput.text import compact, seconds
 
@@ -148,7 +148,7 @@ def _nodes(caller: Caller, state: State, painted: Mapping[str, str], now_s: floa
     owner, faults = owners(state), node_faults(caller, state, now_s)
     rows = []
     for name, entry in list(state.nodes.items())[:MOST_ROWS]:
-        boxes = []
+        boxes, said = [], state_in_words(entry.node.state, entry.why)
         for index in range(min(entry.node.num_devices, MOST_BOXES)):
             job = owner.get((name, index))
             if job is None:
@@ -164,14 +164,7 @@ def _nodes(caller: Caller, state: State, painted: Mapping[str, str], now_s: floa
             (
                 html.escape(name),
                 html.escape(entry.node.kind),
-                html.escape(
-                    "; ".join(
-                        (
-                            state_in_words(entry.node.state, entry.why),
-                            *(fault_in_words(one, now_s) for one in faults.get(name, ())),
-                        )
-                    )
-                ),
+                html.escape(with_faults(said, faults.get(name, ()), now_s)),
                 f"<div class=devices>{''.join(boxes)}</div>",
             )
         )

@@ -180,7 +180,7 @@ async def one_job(parts: Parts, caller: User, job: Name) -> Response:
     """Show one job, with the devices that it held before."""
     entry = _entry(parts, caller, job)
     state, now_s = parts.book.state, parts.book.timeline.now()
-    return answer_json(show.job(caller, state, entry, now_s, past=True))
+    return answer_json(show.job(caller, state, entry, now_s, whole=True))
 
 
 @router.post("/v1/jobs/{job}/cancel", response_model=wire.Receipt)

@@ -1,7 +1,7 @@
 """Converts the state to what people and programs see of it."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from jaxgoodput.cluster.service.record import faults
 from jaxgoodput.cluster.service.record.commands import Caller
@@ -21,10 +21,11 @@ OTHERS = "(another tenant's)"
 
 
 def job(
-    caller: Caller, state: State, entry: JobEntry, now_s: float, *, past: bool = False
+    caller: Caller, state: State, entry: JobEntry, now_s: float, *, whole: bool = False
 ) -> JobShown:
-    """Return a job as its user sees it; `past` adds the devices that it held before."""
+    """Return a job as its user sees it; `whole` adds its earlier devices, and nodes kept apart from it."""
     spec, devices = entry.spec, entry.allocation.devices
+    reported = faults.of_job(state.faults, spec.id, now_s) if whole else {}
     return JobShown(
         id=spec.id,
         tenant=spec.tenant,
@@ -45,8 +46,8 @@ def job(
         device_s=math.fsum(counted_until(now_s, entry, state.kind_of).received_s.values()),
         code=entry.code,
         hints=entry.hints,
-        past=entry.past if past else (),
-        apart=_faults(caller, state, faults.of_job(state.faults, spec.id, now_s)),
+        past=entry.past if whole else (),
+        apart=_faults(caller, state, reported),
     )
 
 
@@ -96,6 +97,11 @@ def state_in_words(state: str, why: str) -> str:
     return f"{state} ({why})" if why and state != "up" else state
 
 
+def with_faults(state: str, reported: Iterable[FaultShown], now_s: float) -> str:
+    """Return the state of a node in words, followed by what jobs reported of it."""
+    return "; ".join((state, *(fault_in_words(one, now_s) for one in reported)))
+
+
 def node_faults(caller: Caller, state: State, now_s: float) -> dict[str, tuple[FaultShown, ...]]:
     """Return, by node, the reports of jobs that are in force."""
     found: dict[str, tuple[FaultShown, ...]] = {}
@@ -123,7 +129,7 @@ def _faults(
 
 
 def fault_in_words(fault: FaultShown, now_s: float) -> str:
-    """Return what a job reported of a node, and for how much longer the node is kept apart from which jobs.
+    """Return what a job reported of a node, and for how much longer the node is kept apart from whom.
 
     >>> fault_in_words(FaultShown(node="n0", job="a", fault="slow", why="...", slow_ratio=5.1, at_s=0.0,
     ...     until_s=300.0, all_until_s=None), 60.0)
