@@ -123,8 +123,8 @@ def _report_slow(turn: Turn, paces: Mapping[str, Pace], times: Mapping[str, floa
         sample_s = paces[name].sample_s
         why = (
             f"in {limits.slow_windows} windows in a row it was much slower than the others, in the last one "
-            f"{times[name]:.3g} times their median ({1e3 * sample_s:.3g} ms per sample); without slow hosts a "
-            f"step takes {saved:.0%} less time"
+            f"{times[name]:.3g} times their median ({1e3 * sample_s:.3g} ms per sample); without slow hosts "
+            f"a step takes {saved:.0%} less time"
         )
         numbers = {"slow_ratio": times[name], "saved": saved, "sample_s": sample_s}
         host = members[name].host

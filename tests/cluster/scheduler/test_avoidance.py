@@ -57,7 +57,7 @@ def free_of(plan, cluster):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(nodes=nodes(), recipes=job_recipes(), data=st.data())
 def test_a_slow_node_starves_no_job_a_broken_one_is_not_used_and_others_lose_nothing(
     name, nodes, recipes, data
