@@ -111,15 +111,15 @@ class Job:
             limit_s,
         )
 
-    def wait_for_processes(self, count: int) -> None:
+    def wait_for_processes(self, count: int, limit_s: float = services.LIMIT_S) -> None:
         """Until its newest set of processes is of so many, and does steps."""
 
         def there():
             found = self.lines("regrouped")
             return found and found[-1]["num_processes"] == count
 
-        self.service.until(there, f"{self.name} has not {count} processes")
-        self.wait_for_step(2)
+        self.service.until(there, f"{self.name} has not {count} processes", limit_s)
+        self.wait_for_step(2, limit_s)
 
     def wait_for_end(self) -> None:
         """Until it is done."""
