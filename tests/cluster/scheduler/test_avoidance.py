@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -35,7 +36,7 @@ def five(num_devices=1, count=5):
 
 
 def view(id_, cluster, devices=None, avoids=None, **spec):
-    fields = {"min_devices": 1, "max_devices": 4, **spec}
+    fields: dict[str, Any] = {"min_devices": 1, "max_devices": 4, **spec}
     held = Allocation(devices={name: (0,) for name in devices or ()}, generation=3)
     return JobView(
         spec=JobSpec(id=id_, **fields),

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import re
+from typing import Any
 
 import pytest
 import services
@@ -51,7 +52,7 @@ class Cluster:
     """A state of five nodes with one device each, and what happens to it at which time."""
 
     def __init__(self, jobs="abc", **spec):
-        self.state, self.entries = State(), []
+        self.state, self.entries = State(), list[JournalEntry]()
         nodes = [Node(name=f"n{i}", kind="cpu", num_devices=1) for i in range(5)]
         self.happen(0.0, *(NodeJoined(node=node, instance="one") for node in nodes))
         for name in jobs:
@@ -75,14 +76,12 @@ class Cluster:
         }
         self.happen(at_s, PlanMade(changes=changes, solved_s=at_s, next_solve_s=at_s + 60.0))
 
-    def report(self, at_s, by, of, fault="slow", **changes):
+    def report(self, at_s, by, of, fault="slow", **changes) -> Any:
         """What the report of a job (`by`) about a node (`of`) leads to; `changes` are fields of it."""
         entry = self.state.jobs[by]
         ratio = 5.1 if fault == "slow" else None
-        said = NodeReport(
-            job=by, attempt=entry.attempt, node=of, fault=fault, why=WHY, slow_ratio=ratio
-        )
-        said = dataclasses.replace(said, **changes)
+        fields: dict[str, Any] = {"job": by, "attempt": entry.attempt, "node": of, "fault": fault}
+        said = NodeReport(**{**fields, "why": WHY, "slow_ratio": ratio, **changes})
         found = commands.report_nodes(self.state, entry.home or "n0", (said,), at_s, FIRST_S)
         self.happen(at_s, *found.events)
         return found.events
@@ -92,6 +91,7 @@ class Cluster:
 
     def plan(self, at_s):
         found = decide.plan(self.state, at_s, RULES)
+        assert found is not None
         planned, reasoned = decide.as_events(self.state, found, at_s)
         self.happen(at_s, planned, *([reasoned] if reasoned.reasons else []))
         return found
@@ -120,7 +120,7 @@ def running(**nodes):
 )
 def test_terms_end_grow_and_hold_for_all_if_two_jobs_agree(happens):
     cluster = running(a="01", b="01", c="01")  # what no plan would do, and no matter here
-    now_s, last = 0.0, {}
+    now_s, last = 0.0, dict[Any, Any]()
     for after_s, job, node, fault in happens:
         now_s += after_s
         known = last.get((node, job))
@@ -188,7 +188,8 @@ def test_two_jobs_that_report_in_one_request_agree():
     cluster = Cluster("ab")
     cluster.give(a="02", b="02")
     said = [NodeReport(job=j, attempt=1, node="n2", fault="slow", why=WHY) for j in "ab"]
-    first, second = commands.report_nodes(cluster.state, "n0", (*said, *said), 1.0, FIRST_S).events
+    events: Any = commands.report_nodes(cluster.state, "n0", (*said, *said), 1.0, FIRST_S).events
+    first, second = events
     assert (first.all_until_s, second.all_until_s) == (None, 1.0 + FIRST_S)
 
 
@@ -261,7 +262,7 @@ def test_a_restart_of_the_service_forgets_nothing_and_an_older_journal_opens(tmp
     avoided = decide.avoided_by(state.faults, "a", 21.0)
     assert {name: one.is_usable for name, one in avoided.items()} == {"n2": True, "n3": False}
     assert state.num_faults == {"slow": 1, "unreachable": 1}
-    old = from_text("NodeChanged", '{"name": "n0", "state": "up", "why": "", "silent": false}')
+    old: Any = from_text("NodeChanged", '{"name": "n0", "state": "up", "why": "", "silent": false}')
     assert old.forgets is False
 
 
@@ -309,7 +310,7 @@ def test_a_service_replaces_a_reported_node_also_after_it_was_killed(tmp_path):
             return set(service.job("a").devices)
 
         first = service.until(nodes_of_a, "it gets no devices")
-        home = service.job("a").home
+        home = str(service.job("a").home)
         slow = min(first - {home})
         (task,) = services.work(client, home).tasks
         heard = Report(job="a", attempt=task.attempt, address="127.0.0.1:9")
