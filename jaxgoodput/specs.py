@@ -15,6 +15,10 @@ MOST_COUNTS = 2048  # micro-batches per update, summed over layouts: a table is 
 # Settings of pydantic, which reads these types from HTTP: no unknown, converted or infinite values.
 STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
+HostFault = Literal["slow", "unreachable", "stuck", "faulty"]
+"""What is wrong with a host of a job: it slows the others down, is not reached by others, has a device that
+computes nothing any more, or computes wrong numbers."""
+
 _LARGEST_INT = 2**63 - 1
 
 

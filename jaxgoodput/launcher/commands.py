@@ -67,6 +67,7 @@ _NOTICES = text("--notices", "SOURCE", "source of notices that a host will be ta
 _METADATA = text("--metadata-server", "URL", "address to ask instead of the cloud's own metadata server, "
                  "http://HOST:PORT", type=metadata_server)
 _SECRET = switch("--secret-stdin", help=argparse.SUPPRESS)
+_REPORTS_HOSTS = switch("--reports-hosts", help=argparse.SUPPRESS)
 _ENV_STDIN = switch("--env-stdin", help=argparse.SUPPRESS)
 # fmt: on
 
@@ -102,6 +103,7 @@ _ELASTIC = (
     _NOTICES,
     _METADATA,
     _SECRET,
+    _REPORTS_HOSTS,
 )  # fmt: skip
 
 _RUN = (
@@ -260,6 +262,7 @@ def _run_elastic(options, command: list[str], parser: argparse.ArgumentParser) -
                 "reconnect_s": 60.0 if has_port else 0.0,
                 **_set(options, "local_hosts", "max_restarts", "reconnect_s", *names),
             },
+            reports_hosts=options.reports_hosts,
             least=least,
             most=most,
             slots=options.nproc_per_node or 1,

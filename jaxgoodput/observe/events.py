@@ -344,12 +344,13 @@ class Regrouped(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class HostJudged(Event):
-    """Event: a host was excluded, admitted again, released, refused or told to leave since the last set."""
+    """Event: a host was excluded, admitted again, released, told to leave or found at fault; or refused."""
 
     hook: ClassVar[str] = "on_host_judged"
     host: str
     decision: str
-    """"left out", "taken in again", "released" (it is not needed any more), "refused" or "told to leave"."""
+    """"left out", "taken in again", "released" (it is not needed any more), "refused" or "told to leave";
+    "slow", "stuck" or "unreachable" for a host that stays."""
     why: str
     numbers: Mapping[str, float]
     """Numbers behind the decision, such as `slow_ratio`, the host's seconds per sample over the median of the

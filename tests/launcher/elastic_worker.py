@@ -58,7 +58,8 @@ def times_seen():
 class Slow(ArraySource):
     """Rows that take their time, until there is a file that says to hurry.
 
-    More of it on the host "slow", and on the host "moody" while there is a file that says so.
+    More of it on the host "slow", and on the host "moody" while there is a file that says so. The file "slow"
+    names a host and how many times as long it takes there.
     """
 
     def __init__(self, arrays, step_s, hurry, by_row=False):
@@ -81,7 +82,10 @@ class Slow(ArraySource):
             host = os.environ.get("JAXGOODPUT_HOST")
             is_slow = host == "slow" or (host == "moody" and (self.hurry.parent / "moody").exists())
             named = re.fullmatch(r"x(\d+)", host or "")
-            times = int(named[1]) if named else 6 if is_slow else 1
+            times = float(named[1]) if named else 6.0 if is_slow else 1.0
+            told = self.hurry.parent / "slow"
+            if told.exists() and (said := told.read_text().split()) and said[0] == host:
+                times = float(said[1])
             time.sleep(self.step_s * share * times)
 
 

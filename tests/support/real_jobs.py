@@ -70,11 +70,12 @@ class Job:
         name: str,
         *options: str,
         epochs: int = EPOCHS,
+        step_s: float = STEP_S,
     ):
         self.service, self.name, self.epochs = service, name, epochs
         self.folder = folder / name
         self.folder.mkdir()
-        command = ["python", str(WORKER), str(self.folder), str(epochs), str(STEP_S), "by-row"]
+        command = ["python", str(WORKER), str(self.folder), str(epochs), str(step_s), "by-row"]
         workdir = str(self.folder / "run")
         submit(service, name, "--workdir", workdir, *options, "--", *command)
 
@@ -87,6 +88,11 @@ class Job:
             if text.endswith("}")  # others are being written
         ]
         return sorted((x for x in found if x["kind"] == kind), key=lambda x: x["at"])
+
+    def slow_down(self, host: str, times: float) -> None:
+        """Have one of its hosts take so many times as long from now on; 1 ends it."""
+        (self.folder / "run").mkdir(exist_ok=True)
+        (self.folder / "run" / "slow").write_text(f"{host} {times}")
 
     def hurry(self) -> None:
         """Have its steps take no time from now on."""
@@ -105,15 +111,15 @@ class Job:
             limit_s,
         )
 
-    def wait_for_processes(self, count: int) -> None:
+    def wait_for_processes(self, count: int, limit_s: float = services.LIMIT_S) -> None:
         """Until its newest set of processes is of so many, and does steps."""
 
         def there():
             found = self.lines("regrouped")
             return found and found[-1]["num_processes"] == count
 
-        self.service.until(there, f"{self.name} has not {count} processes")
-        self.wait_for_step(2)
+        self.service.until(there, f"{self.name} has not {count} processes", limit_s)
+        self.wait_for_step(2, limit_s)
 
     def wait_for_end(self) -> None:
         """Until it is done."""

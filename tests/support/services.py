@@ -72,7 +72,10 @@ class Service:
                 stdout=log,
                 stderr=log,
             )
-        self.until(lambda: address.exists() and self.answers(), "it does not answer")
+        self.until(
+            lambda: address.exists() and address.read_text() and self.answers(),
+            "it does not answer",
+        )
         self.port = int(address.read_text().rpartition(":")[2])
 
     def answers(self) -> bool:

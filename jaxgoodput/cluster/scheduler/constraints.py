@@ -333,14 +333,15 @@ def next_change_s(
 ) -> float:
     """Return when the constraints next change without an event; infinity if they never do.
 
-    Such a change is the end of a held job's minimum run time, the start or end of a reservation, or the
-    moment at which a running job's budget is spent.
+    Such a change is the end of a held job's minimum run time, the start or end of a reservation, the end of
+    the time for which a job avoids a node, or the moment at which a running job's budget is spent.
     """
     kind_of = {node.name: node.kind for node in cluster.nodes}
     times = [t for r in cluster.reservations for t in (r.start_s, r.end_s)]
     times += [
         v.since_s + v.spec.min_run_s for v in jobs if v.spec.id in held and v.since_s is not None
     ]
+    times += [node.until_s for view in jobs for node in view.avoids.values()]
     times += [_budget_end_s(view, cluster.price_per_hour, kind_of, now_s) for view in jobs]
     return min((t for t in times if t > now_s), default=math.inf)
 

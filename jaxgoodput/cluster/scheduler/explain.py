@@ -36,6 +36,7 @@ Constraint = Literal[
     "guarantee",  # of other tenants
     "reservation",
     "level",
+    "avoided nodes",  # which are kept apart from it for a while
     "minimum run time",  # of other jobs, or other jobs that may not be preempted
     "minimum size",
     "capacity",
@@ -184,6 +185,7 @@ def _explain_waiting(question: _Question, plan: Plan) -> Explanation:
         *_guarantees(question),
         *_reservation(question),
         *_level(question),
+        *_avoided_nodes(question),
         *_minimum_run_time(question),
         *_minimum_size(question),
     ]
@@ -285,6 +287,19 @@ def _level(question: _Question) -> list[_Reason]:
         return []
     said = f"no domain of level {level!r} has room for the whole job"
     return [_Reason("level", said, f"no requirement of one {level!r}")]
+
+
+def _avoided_nodes(question: _Question) -> list[_Reason]:
+    avoids, now_s = question.view.avoids, question.now_s
+
+    def without(view: JobView) -> JobView:
+        return dataclasses.replace(view, avoids={}) if view.spec.id == question.job else view
+
+    if not avoids or not question.with_jobs(without):
+        return []
+    said = f"{', '.join(sorted(avoids))} cannot be used by it for now, and no other node is free"
+    left_s = min(node.until_s for node in avoids.values()) - now_s
+    return [_Reason("avoided nodes", said, f"one of these nodes, in {left_s:.0f} s")]
 
 
 def _minimum_run_time(question: _Question) -> list[_Reason]:

@@ -15,6 +15,16 @@ Mode = Literal["adaptive", "elastic", "rigid"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class AvoidedNode:
+    """A node that a job should not use for a while, because it was slow or broken."""
+
+    until_s: float
+    """Time until which it is avoided."""
+    is_usable: bool = True
+    """Whether the job may use it if it could not run otherwise: a slow node is better than none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobView:
     """What a policy may know about one job."""
 
@@ -55,6 +65,8 @@ class JobView:
     tenant_received_s: Mapping[str, float] = field(default_factory=dict)
     """Recent device-seconds of every tenant (`fair_share.faded`); missing tenants had none. All jobs of one
     decision carry the same mapping."""
+    avoids: Mapping[str, AvoidedNode] = field(default_factory=dict)
+    """Nodes that the job should not use, by name. `reconcile` sees to that; policies need not."""
 
     @property
     def is_measured(self) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from jaxgoodput.cluster.scheduler.avoidance import avoiding
 from jaxgoodput.cluster.scheduler.constraints import (
     Constraints,
     Devices,
@@ -50,7 +51,8 @@ def reconcile(
 
     Jobs that could not run even alone are refused. Jobs on nodes that are down lose their devices. Jobs that
     may not be preempted, are within their minimum run time, or run on draining nodes keep theirs. A tenant's
-    reserved devices are offered first to its jobs that run on them or wait.
+    reserved devices are offered first to its jobs that run on them or wait. Other jobs leave the nodes that
+    they avoid (`JobView.avoids`) if they can run without them.
 
     If `last` was solved less than `min_gap_s` ago, jobs keep what they have, except lost or refused
     allocations. The same holds if the policy raises SolverError. `next_solve_s` is at most `max_gap_s` from
@@ -145,17 +147,34 @@ class _Round:
             self.keep(views, offered_devices(cluster), f"{name} found no decision ({error})")
             return
         check_decision(decision, views, cluster, name)
+        avoidance = avoiding(decision.allocations, views, cluster)
         kind_of = {node.name: node.kind for node in cluster.nodes}
         for view in views:
             id_ = view.spec.id
-            given = decision.allocations.get(id_, Allocation())
+            given = avoidance.allocations.get(id_, Allocation())
             default = _default_reason(view, given, kind_of, name)
             self.allocations[id_] = given
             self.reasons[id_] = decision.reasons.get(id_) or default
+            if remark := avoidance.remarks.get(id_):
+                said = f"{self.reasons[id_]}; {remark}"
+                self.reasons[id_] = said if given.devices else remark
         if decision.objective is not None:
             self.objective = (self.objective or 0.0) + decision.objective
         if decision.bound is not None:
             self.bound = (self.bound or 0.0) + decision.bound
+        if avoidance.reduced:
+            self.ask_again(ids, cluster, avoidance.reduced)
+
+    def ask_again(self, ids: Sequence[str], cluster: ClusterSpec, reduced: frozenset[str]):
+        """Offer the devices that the `reduced` jobs gave up to jobs that wait."""
+        has = {id_: self.allocations[id_] for id_ in ids if self.allocations[id_].devices}
+        waiting = [id_ for id_ in ids if id_ not in has and id_ not in reduced]
+        if not waiting:
+            return
+        taken: Devices = {}
+        for allocation in has.values():
+            add_devices(taken, allocation.devices)
+        self.ask(waiting, withhold(cluster, taken, self.use(has)))
 
     def keep(self, views: Sequence[JobView], offered: Devices, why: str):
         """Let each job keep its devices if all of them are `offered`, else take them; note the reason."""

@@ -96,6 +96,8 @@ _SERVE = (
     number("--restart-s", "S", 0.0, "assumed seconds that a change costs, until a job has shown its "
            "own", 10.0),
     number("--silent-s", "S", 1.0, "seconds without a heartbeat after which a node counts as down", 30.0),
+    number("--apart-s", "S", 1.0, "seconds for which a node is kept apart from a job that reports it as slow "
+           "or broken; doubled each time", 300.0),
     number("--longest-wait-s", "S", 0.1, "seconds for which a request may wait for news, at most 30; lower "
            "it behind a proxy with a shorter timeout", 30.0),
     number("--rate", "N", 1.0, "requests per second that the users of one tenant may make, or one other "
@@ -305,7 +307,8 @@ def _explain(options, command: list[str], parser: argparse.ArgumentParser) -> in
 def _drain(options, command: list[str], parser: argparse.ArgumentParser) -> int:
     """Give a node no new work.
 
-    Jobs that run on the node stay there, unless --down is given.
+    Jobs that run on the node stay there, unless --down is given. --undo also takes a node back that jobs
+    reported as slow or broken.
     """
     from jaxgoodput.cluster.service import terminal
 

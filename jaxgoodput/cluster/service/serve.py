@@ -42,7 +42,7 @@ from jaxgoodput.cluster.service.web.logs import Logs
 from jaxgoodput.cluster.service.web.metrics import RequestMetrics
 from jaxgoodput.cluster.service.web.page import Links
 from jaxgoodput.cluster.service.web.rates import Questions
-from jaxgoodput.cluster.service.web.requests import LONGEST_WAIT_S, ServiceParts
+from jaxgoodput.cluster.service.web.requests import APART_S, LONGEST_WAIT_S, ServiceParts
 from jaxgoodput.cluster.service.wire import PlanOptions
 
 HEADER_BYTES = 16 * 2**10
@@ -70,6 +70,8 @@ class Service:
     """Seconds without a heartbeat after which a node is down."""
     longest_wait_s: float = LONGEST_WAIT_S
     """Longest time for which an answer waits for a change; a proxy may cut off longer waits."""
+    apart_s: float = APART_S
+    """Seconds for which a node is kept apart from a job that reports it as slow or broken, at first."""
     plans: PlanOptions = field(default_factory=PlanOptions)
     bounds: Bounds = field(default_factory=Bounds)
     links: Links = field(default_factory=Links)
@@ -147,6 +149,7 @@ async def _serve(
         questions=Questions(service.bounds.questions_per_minute, clock),
         links=service.links,
         longest_wait_s=service.longest_wait_s,
+        apart_s=service.apart_s,
     )
     guard = AccessGuard(application(parts), tokens, service.bounds, clock, parts.requests)
     connections = Connections(_most_connections())

@@ -24,7 +24,7 @@ from jaxgoodput._fields.serial import decode, encode, parse
 from jaxgoodput.clock import SystemClock
 from jaxgoodput.cluster.client import Client, RequestRefused, Unreachable, read_token
 from jaxgoodput.cluster.service import wire
-from jaxgoodput.cluster.service.web.show import progress, state_in_words
+from jaxgoodput.cluster.service.web.show import progress, state_in_words, with_faults
 from jaxgoodput.cluster.service.wire import Receipt
 from jaxgoodput.launcher.variables import as_mapping
 from jaxgoodput.specs import JobSpec, Node
@@ -103,6 +103,7 @@ def _service(options, folder: pathlib.Path):
         key=options.tls_key,
         silent_s=options.silent_s,
         longest_wait_s=options.longest_wait_s,
+        apart_s=options.apart_s,
         plans=wire.PlanOptions(
             policy=options.policy,
             sharing=sharing,
@@ -370,7 +371,8 @@ def _nodes_table(cluster: wire.ClusterShown) -> Table:
         held = ", ".join(f"{job}: {len(local)}" for job, local in shown.jobs.items())
         used = sum(map(len, shown.jobs.values()))
         said = f"{used} of {node.num_devices}" + (f" ({held})" if held else "")
-        table.add_row(node.name, node.kind, state_in_words(node.state, shown.why), said)
+        state = with_faults(state_in_words(node.state, shown.why), shown.faults, cluster.now_s)
+        table.add_row(node.name, node.kind, state, said)
     return table
 
 

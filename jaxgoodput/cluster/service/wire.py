@@ -13,7 +13,16 @@ from typing import Literal, TypeVar, dataclass_transform
 
 from jaxgoodput.cluster.service.plain import TextRule, TextRules
 from jaxgoodput.launcher import variables
-from jaxgoodput.specs import STRICT, Hints, JobSpec, Node, Reservation, Tenant, require_within
+from jaxgoodput.specs import (
+    STRICT,
+    Hints,
+    HostFault,
+    JobSpec,
+    Node,
+    Reservation,
+    Tenant,
+    require_within,
+)
 
 T = TypeVar("T")
 
@@ -205,6 +214,20 @@ class Report:
 
 
 @message
+class NodeReport:
+    """What the coordinator of a job reports of a node that its processes run on."""
+
+    job: str
+    attempt: int
+    node: str
+    fault: HostFault
+    why: str
+    """The evidence in words."""
+    slow_ratio: float | None = None
+    """Its time per sample, divided by the median of the job's other nodes; None if that is not the fault."""
+
+
+@message
 class OutputLines:
     """Lines that a job's processes on a node have written since the last request."""
 
@@ -214,10 +237,11 @@ class OutputLines:
 
 @message
 class Reports:
-    """All reports on coordinators that an agent sends in one request."""
+    """All reports of coordinators that an agent sends in one request."""
 
     instance: str
     coordinators: tuple[Report, ...] = ()
+    nodes: tuple[NodeReport, ...] = ()
     lines: tuple[OutputLines, ...] = ()
 
 
@@ -229,6 +253,7 @@ TEXT_RULES: TextRules = {
     (Submission, "variables"): TextRule(most=LONGEST_WORD, lines=True),
     (Report, "address"): TextRule(is_cleaned=True),
     (Report, "why"): TextRule(most=LONGEST_WHY, is_cleaned=True),
+    (NodeReport, "why"): TextRule(most=LONGEST_WHY, is_cleaned=True),
     (OutputLines, "text"): TextRule(most=2**20, lines=True, is_cleaned=True),
 }
 
@@ -241,6 +266,24 @@ class HeldDevices:
     end_s: float | None
     """None if the job still holds them."""
     devices: Mapping[str, tuple[int, ...]]
+
+
+@message
+class FaultShown:
+    """A node that is kept apart from a job, or from all jobs, for a while, because jobs reported it."""
+
+    node: str
+    job: str
+    """The job that reported it."""
+    fault: HostFault
+    why: str
+    slow_ratio: float | None
+    at_s: float
+    """Time of the report."""
+    until_s: float
+    """Time until which the node is kept apart from this job."""
+    all_until_s: float | None
+    """Time until which it is kept apart from all jobs; None if no other job has reported it lately."""
 
 
 @message
@@ -271,6 +314,8 @@ class JobShown:
     code: int | None
     hints: Hints | None
     past: tuple[HeldDevices, ...] = ()
+    apart: tuple[FaultShown, ...] = ()
+    """Nodes that are kept apart from it, because it or other jobs reported them."""
 
 
 @message
@@ -306,6 +351,8 @@ class NodeShown:
     """Seconds since its last heartbeat."""
     why: str
     """Why it is draining or down."""
+    faults: tuple[FaultShown, ...] = ()
+    """Reports of jobs about it that are in force."""
 
 
 @message

@@ -23,6 +23,7 @@ from jaxgoodput.launcher.supervise import UsageError, say
 
 TICK_S = 0.1
 _REPORT_EVERY_S = 30.0
+_LONGEST_WHY = 500  # characters of a report about a host, which has to fit into a line
 _NO_FAILURE_YET_S = 3600.0  # added to a job's age, so that a young job does not seem to fail often
 
 
@@ -271,7 +272,16 @@ class Coordinator:
         self._tell_agent(action.host, action)
 
     def _report_decision(self, action: ev.Tell) -> None:
-        say(str(action.decision))
+        decision = action.decision
+        say(str(decision))
+        if action.fault is not None and self._state.limits.reports_hosts:
+            report = fitness.HostReport(
+                host=decision.host,
+                fault=action.fault,
+                why=decision.why[:_LONGEST_WHY],
+                numbers=decision.numbers,
+            )
+            say(fitness.to_line(report))
 
     def _save(self, action: ev.Save) -> None:
         parts_at = tuple(self._state_at.get(name) for name in action.members)

@@ -8,6 +8,7 @@ event from a finished generation can be recognised and ignored.
 from dataclasses import dataclass
 
 from jaxgoodput.launcher.elastic.fitness import Check, HostDecision, Pace
+from jaxgoodput.specs import HostFault
 
 # -- events ------------------------------------------------------------------------------------------
 
@@ -252,6 +253,8 @@ class Tell(Action):
     """Action: print a decision about a host."""
 
     decision: HostDecision
+    fault: HostFault | None = None
+    """What is wrong with the host, for the program that started this one; None: nothing to report."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic import fitness
 from jaxgoodput.launcher.elastic.fitness import HostDecision, Pace
 from jaxgoodput.launcher.elastic.state import Host, KnownProcess, Rendezvous, Stage, Turn
+from jaxgoodput.specs import HostFault
 
 
 def arrive(turn: Turn, event: ev.HostArrived) -> None:
@@ -48,14 +49,19 @@ def examined(turn: Turn, event: ev.HostExamined) -> None:
         return
     if check.failure:
         turn.change(hosts={name: one for name, one in turn.state.hosts.items() if name != host})
-        turn.announce(HostDecision(host=host, decision="refused", why=check.failure))
+        turn.announce(HostDecision(host=host, decision="refused", why=check.failure), "faulty")
         turn.act(ev.Refuse(host, check.failure))
         return
     others = _checks_of_others(turn, host)
-    why = fitness.unfit(check, others, turn.state.limits.exclude_slow)
+    limits = turn.state.limits
+    # If slow hosts are only reported, their speed in training decides, and not one check.
+    why = fitness.unfit(check, others, 0.0 if limits.reports_hosts else limits.exclude_slow)
     turn.change_host(host, check=check, is_asked=False)
     if why and _suffice_without(turn.state, host):
-        _leave_out(turn, host, why, {}, is_cut=bool(check.unreached))
+        # A single attempt may have met processes that were just ending.
+        is_again = bool(check.unreached) and known.num_cut_off > 0
+        fault = "unreachable" if is_again else None
+        _leave_out(turn, host, why, {}, is_cut=bool(check.unreached), fault=fault)
         return
     turn.change_host(host, until_s=None)
     there = (
@@ -94,6 +100,9 @@ def compare(turn: Turn) -> None:
     for name, member in here.items():
         turn.change_process(name, pace=None, num_slow=member.num_slow + 1 if name in slow else 0)
     times = fitness.ratios(samples_s, hosts)
+    if state.limits.reports_hosts:
+        _report_slow(turn, paces, times)
+        return
     for name in sorted(slow, key=lambda name: -times[name]):
         saved = _share_saved(turn, name, here, paces)
         if saved is not None:
@@ -105,6 +114,31 @@ def compare(turn: Turn) -> None:
             numbers = {"slow_ratio": times[name], "saved": saved, "sample_s": samples_s[name]}
             _leave_out(turn, hosts[name], why, numbers)
             return  # if two hosts are slow, the other one follows in a later window
+
+
+def _report_slow(turn: Turn, paces: Mapping[str, Pace], times: Mapping[str, float]) -> None:
+    """Report the hosts that are slow for long, if steps would be shorter without all of them.
+
+    They may be processes of one machine, and other machines may take their place.
+    """
+    members, limits = turn.state.members, turn.state.limits
+    slow = [name for name in paces if members[name].num_slow >= limits.slow_windows]
+    if not slow or len(slow) == len(paces):
+        return
+    saved = fitness.saved(paces, slow, len(paces) - len(slow))
+    if saved < fitness.SAVED_AT_LEAST:
+        return
+    for name in slow:
+        turn.change_process(name, num_slow=0)
+        sample_s = paces[name].sample_s
+        why = (
+            f"in {limits.slow_windows} windows in a row it was much slower than the others, in the last one "
+            f"{times[name]:.3g} times their median ({1e3 * sample_s:.3g} ms per sample); without slow hosts "
+            f"a step takes {saved:.0%} less time"
+        )
+        numbers = {"slow_ratio": times[name], "saved": saved, "sample_s": sample_s}
+        host = members[name].host
+        turn.announce(HostDecision(host=host, decision="slow", why=why, numbers=numbers), "slow")
 
 
 def _share_saved(
@@ -154,11 +188,18 @@ def _suffice_without(state: Rendezvous, host: str) -> bool:
 
 
 def _leave_out(
-    turn: Turn, host: str, why: str, numbers: Mapping[str, float], *, is_cut: bool = False
+    turn: Turn,
+    host: str,
+    why: str,
+    numbers: Mapping[str, float],
+    *,
+    is_cut: bool = False,
+    fault: HostFault | None = None,
 ) -> None:
     """Exclude a host: have its processes leave, and start none on it for a while.
 
     A broken link (`is_cut`) may be back in a moment, and another check of it costs the others nothing.
+    `fault` is for the program that started this one.
     """
     known, longest_s = turn.state.hosts.get(host, Host()), turn.state.limits.exclude_s
     if is_cut:
@@ -176,9 +217,19 @@ def _leave_out(
             decision="left out",
             why=f"{why}. It is checked again in {seconds:g} s",
             numbers={**numbers, "excluded_s": seconds},
-        )
+        ),
+        fault,
     )
     turn.dismiss(host)
+
+
+def _report_cut(turn: Turn, host: str, why: str) -> None:
+    """Report a host that others do not reach, and without which they are too few; from time to time."""
+    known = turn.state.hosts.get(host, Host())
+    if known.num_cut_off and turn.now_s - known.cut_off_s < turn.state.limits.cut_s:
+        return
+    turn.change_host(host, num_cut_off=known.num_cut_off + 1, cut_off_s=turn.now_s)
+    turn.announce(HostDecision(host=host, decision="unreachable", why=why), "unreachable")
 
 
 # -- hosts that do not reach each other ----------------------------------------------------------------
@@ -288,9 +339,12 @@ def leave_out_unreached(turn: Turn) -> None:
         else:
             turn.cancel_forming()
     share = next((s for name in kept if (s := state.members[name].share) is not None), None)
-    if state.limits.usable(len(kept), share):
-        for host in sorted({state.members[name].host for name in here if name not in kept}):
-            _leave_out(turn, host, _why_cut(state, host, kept), {}, is_cut=True)
+    for host in sorted({state.members[name].host for name in here if name not in kept}):
+        why = _why_cut(state, host, kept)
+        if state.limits.usable(len(kept), share):
+            _leave_out(turn, host, why, {}, is_cut=True, fault="unreachable")
+        elif state.limits.reports_hosts:
+            _report_cut(turn, host, why)
 
 
 def _is_parted(state: Rendezvous) -> bool:

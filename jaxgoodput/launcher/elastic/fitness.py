@@ -12,6 +12,7 @@ be faster without it (`saved`).
 
 import contextlib
 import heapq
+import json
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +22,10 @@ import numpy as np
 from absl import logging
 
 from jaxgoodput import _wire as wire
+from jaxgoodput._fields.serial import decode, encode, parse
 from jaxgoodput._worker import Worker, Workers
 from jaxgoodput.clock import Clock
+from jaxgoodput.specs import HostFault
 
 SPREADS = 5.0  # distance from the others' median, in units of their scatter
 SAVED_AT_LEAST = 0.2  # share of a step's time that must be saved before a host is left out
@@ -35,6 +38,7 @@ _ANSWER_S = 10.0
 _MOST_PEERS = 3
 _REACH_S, _NUM_ATTEMPTS = 1.5, 2  # TCP sends a lost first packet again after 1 s
 ATTEMPTS_S = 2 * _REACH_S * _NUM_ATTEMPTS  # connections and greetings
+_REPORT = "host report "
 REFUSED = "refused"  # in the system's words for a port at which no process listens
 
 
@@ -337,7 +341,8 @@ class HostDecision:
 
     host: str
     decision: str
-    """"left out", "taken in again", "released", "refused" or "told to leave"."""
+    """"left out", "taken in again", "released", "refused" or "told to leave"; "slow", "stuck" or
+    "unreachable" for a host that stays."""
     why: str
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Measurements behind the decision, by name."""
@@ -354,3 +359,35 @@ def leave_of(host: str, why: str, within_s: float | None) -> HostDecision:
     """
     numbers = {} if within_s is None else {"notice_s": within_s}
     return HostDecision(host=host, decision="told to leave", why=why, numbers=numbers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostReport:
+    """What a coordinator reports of a host to the program that started it, such as the cluster service."""
+
+    host: str
+    fault: HostFault
+    why: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Measurements behind it, by name."""
+
+
+def to_line(report: HostReport) -> str:
+    r"""Return a report as the line that a coordinator prints, without the mark of the launcher.
+
+    >>> to_line(HostReport(host="a", fault="slow", why="b"))
+    'host report {"host": "a", "fault": "slow", "why": "b", "numbers": {}}'
+    """
+    return f"{_REPORT}{json.dumps(encode(report))}"
+
+
+def from_line(line: str) -> HostReport | None:
+    """Return the report in a coordinator's line; None if the line is no report. Raises ValueError.
+
+    >>> from_line(f"jaxgoodput: {to_line(HostReport(host='a', fault='slow', why='b'))}").fault
+    'slow'
+    """
+    before, found, text = line.partition(_REPORT)
+    if not found or before != "jaxgoodput: ":
+        return None
+    return decode(parse(text), HostReport, "report")

@@ -30,7 +30,8 @@ from jaxgoodput.launcher.roll_call import CONNECT_S
 from jaxgoodput.launcher.supervise import StopSignal, UsageError, say, signals_to
 
 # Fields of `Limits` that are options of a job under the same name.
-_SAME = "least most max_restarts silent_s join_s admit_every_s exclude_slow exclude_s".split()
+_SAME = "least most max_restarts silent_s join_s admit_every_s".split()
+_SAME += "exclude_slow exclude_s reports_hosts".split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,7 @@ class Job:
     exclude_s: float = 300.0
     join_file: pathlib.Path | None = None
     """File to write, by which other hosts find the job; see `join_file`."""
+    reports_hosts: bool = False
     reconnect_s: float = 0.0
     """How long an agent that has lost its coordinator looks for another at the same address."""
     connect_s: float = CONNECT_S

@@ -27,7 +27,7 @@ from jaxgoodput._exits import DONE, FAILED, SAVED, UNSAVED, Exit, RunFacts, exit
 from jaxgoodput.launcher import early_release
 from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic import exclusion, fitness
-from jaxgoodput.launcher.elastic.fitness import ATTEMPTS_S
+from jaxgoodput.launcher.elastic.fitness import ATTEMPTS_S, HostDecision
 from jaxgoodput.launcher.elastic.state import KnownProcess, Rendezvous, Stage, Turn
 
 MOST_FRUITLESS = 3
@@ -300,12 +300,13 @@ def _kill_stuck(turn: Turn) -> None:
     ]
     if any(one.waits or one.others_s >= silent_s for one in here.values()):
         for name in stuck:
-            _kill(
-                turn,
-                name,
+            why = (
                 f"its device has worked on its part of step {(here[name].step or 0) + 1} for "
-                f"{here[name].device_s:.0f} s, for which others wait",
+                f"{here[name].device_s:.0f} s, for which others wait"
             )
+            _kill(turn, name, why)
+            decision = HostDecision(host=here[name].host, decision="stuck", why=why)
+            turn.announce(decision, "stuck")
 
 
 def _kill(turn: Turn, name: str, why: str) -> None:

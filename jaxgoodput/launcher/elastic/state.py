@@ -13,6 +13,7 @@ from jaxgoodput._exits import DONE
 from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic.fitness import Check, HostDecision, Pace
 from jaxgoodput.launcher.release_plan import ReleaseRecord
+from jaxgoodput.specs import HostFault
 
 _MOST_NEWS = 20
 
@@ -46,6 +47,8 @@ class Limits:
     """How long after its kill a process counts as gone without confirmation; its host may be cut off."""
     exclude_slow: float = 2.0
     """Slowdown against the median of the other hosts at which a host is left out; 0 leaves none out."""
+    reports_hosts: bool = False
+    """Whether slow hosts stay, and hosts in trouble are reported to the program that started this one."""
     exclude_s: float = 300.0
     """How long a host is left out the first time; the time doubles with each repetition."""
     slow_windows: int = 8
@@ -364,8 +367,11 @@ class Turn:
         if self.state.stage is not Stage.OVER:
             self.enter(Stage.OVER, code=DONE)
 
-    def announce(self, decision: HostDecision) -> None:
-        """Have a decision about a host printed, and passed to the hooks of the next generation."""
+    def announce(self, decision: HostDecision, fault: HostFault | None = None) -> None:
+        """Have a decision about a host printed, and passed to the hooks of the next generation.
+
+        `fault` is also reported to the program that started this one, if `Limits.reports_hosts`.
+        """
         # A faulty host may come and be refused for days; keep the newest decisions only.
         self.change(news=(*self.state.news, decision)[-_MOST_NEWS:])
-        self.act(ev.Tell(decision))
+        self.act(ev.Tell(decision, fault))

@@ -250,7 +250,7 @@ def test_metrics_say_what_an_autoscaler_needs_and_count_for_ever():
     parser = pytest.importorskip("prometheus_client.parser")
 
     def numbers(state, silent_s):
-        text = metrics.text(state, metrics.RequestMetrics(), silent_s, {"plans_total": 3.0})
+        text = metrics.text(state, 1.0, metrics.RequestMetrics(), silent_s, {"plans_total": 3.0})
         return {
             (sample.name, *sample.labels.values()): sample.value
             for family in parser.text_string_to_metric_families(text)

@@ -43,6 +43,9 @@ LAYOUT = {
     "residuals": [[1, 1.0]], "links": ["intra"],
 }  # fmt: skip
 REPORT = {"job": "a", "attempt": 1, "address": "h:1", "code": 1, "why": "because"}
+OF_NODE = {
+    "job": "a", "attempt": 1, "node": "n0", "fault": "slow", "why": "because", "slow_ratio": 5.1,
+}  # fmt: skip
 # A request of each type, with all of its fields.
 FULL: Mapping[str, dict[str, Any]] = {
     "Submission": {
@@ -51,7 +54,8 @@ FULL: Mapping[str, dict[str, Any]] = {
     },
     "Join": {"node": NODE, "instance": "one", "version": 1},
     "Reports": {
-        "instance": "one", "coordinators": [REPORT], "lines": [{"job": "a", "text": "step 1\n"}],
+        "instance": "one", "coordinators": [REPORT], "nodes": [OF_NODE],
+        "lines": [{"job": "a", "text": "step 1\n"}],
     },
     "Hints": {
         "generation": 1, "number": 1, "kind": "h200", "num_devices": 1, "largest": 1, "progress": 1.0,
@@ -186,6 +190,8 @@ def test_no_harmful_text_enters_in_any_field_of_any_request(name, path, text):
         (("coordinators", 0, "why"), True),
         (("coordinators", 0, "address"), True),
         (("lines", 0, "text"), True),
+        (("nodes", 0, "why"), True),
+        (("nodes", 0, "node"), False),
         (("coordinators", 0, "job"), False),
         (("instance",), False),
     ],

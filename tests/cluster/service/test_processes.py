@@ -27,6 +27,7 @@ from jaxgoodput.cluster.service.node.jobs import LONGEST_BACKOFF_S, Jobs, Launch
 from jaxgoodput.cluster.service.node.process import LONGEST_LINE, MOST_LINES, OutputBuffer, Process
 from jaxgoodput.cluster.service.web.guard import Bounds
 from jaxgoodput.cluster.service.wire import JobTask, NodeWork, Receipt, Submission
+from jaxgoodput.launcher.elastic.fitness import HostReport, to_line
 from jaxgoodput.launcher.variables import from_line
 from jaxgoodput.observe.journal import Journal
 from jaxgoodput.specs import JobSpec, Node
@@ -194,6 +195,30 @@ def test_a_coordinator_then_a_process_for_each_device_and_what_changes(jobs):
     jobs.look()
     (report,) = jobs.reports()
     assert report.code == 143
+
+
+def test_what_the_coordinator_reports_of_a_host_goes_to_the_service_and_not_to_the_users_log(agent):
+    take(agent._jobs, task(devices=()))
+    (coordinator,) = agent._jobs.started
+    assert "--reports-hosts" in coordinator.command
+    numbers = {"slow_ratio": 5.1, "saved": 0.6}
+    for host in ("n2:0", "a host of its own", "n3:4"):
+        report = HostReport(host=host, fault="slow", why="because", numbers=numbers)
+        coordinator.on_line(f"jaxgoodput: {to_line(report)}")
+    coordinator.on_line("jaxgoodput: host report {")
+    service = FakeService(reports=Unreachable("later"))
+    with pytest.raises(Unreachable):
+        agent._tell_reports(service, {})
+    service.refuses.clear()
+    agent._tell_reports(service, {})
+    ((_, body),) = service.told
+    assert [(x.node, x.fault, x.slow_ratio, x.why) for x in body.nodes] == [
+        ("n2", "slow", 5.1, "because"),
+        ("n3", "slow", 5.1, "because"),
+    ]
+    assert body.coordinators == () and {x.attempt for x in body.nodes} == {1}
+    (line,) = agent._jobs.lines(10_000)[0][2].splitlines()
+    assert "a report of a host is ignored" in line
 
 
 @given(

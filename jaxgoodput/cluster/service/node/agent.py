@@ -238,16 +238,19 @@ class NodeAgent:
                 hints_s = now_s + max(self._part.hints_s, PATIENCE * (now_s - begun_s))
 
     def _tell_reports(self, client: Client, numbers: HintNumbers) -> None:
-        """Tell the service which coordinators listen or have ended, in requests that carry no output."""
+        """Tell the service what coordinators do and report, in requests that carry no output."""
         with self._lock:
             reports = self._jobs.reports()
         if not reports:
             return
         try:
-            if any(report.code is not None for report in reports):
+            coordinators = tuple(one for one in reports if isinstance(one, wire.Report))
+            nodes = tuple(one for one in reports if isinstance(one, wire.NodeReport))
+            if any(report.code is not None for report in coordinators):
                 # A job's last hints first: the service refuses them once the job has ended.
                 self._tell_hints(client, numbers)
-            self._post(client, wire.Reports(instance=self.instance, coordinators=tuple(reports)))
+            told = wire.Reports(instance=self.instance, coordinators=coordinators, nodes=nodes)
+            self._post(client, told)
         except (Unreachable, RequestRefused):
             with self._lock:
                 self._jobs.give_back(reports)

@@ -8,6 +8,7 @@ of the first job has ended.
 
 import errno
 import json
+import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -17,12 +18,18 @@ from functools import partial
 from jaxgoodput._exits import DONE, SAVED, USAGE, RunFacts, run_exit
 from jaxgoodput.clock import Clock
 from jaxgoodput.cluster.service.node.process import OutputBuffer, Process
-from jaxgoodput.cluster.service.wire import JobTask, NodeWork, Report
+from jaxgoodput.cluster.service.wire import (
+    LONGEST_WHY,
+    NAME,
+    JobTask,
+    NodeReport,
+    NodeWork,
+    Report,
+)
+from jaxgoodput.launcher.elastic import fitness
 from jaxgoodput.launcher.variables import to_line
 
-RELEASED = (
-    " is released: "  # an agent prints its name and this if its job does not need it any more
-)
+RELEASED = " is released: "  # an agent prints its name and this if its job needs it no more
 AT = "the job is at "  # a coordinator prints this and its address once it listens
 LONGEST_BACKOFF_S = 30.0
 MOST_REPORTS = 40  # sent at once, each of up to 12 KB
@@ -96,7 +103,7 @@ class Jobs:
     def __init__(self, place: LaunchSettings, clock: Clock, lock: int | None = None):
         self._place, self._clock, self._held = place, clock, lock
         self._jobs: dict[str, _NodeJob] = {}
-        self._reports: list[Report] = []
+        self._reports: list[Report | NodeReport] = []
         self._reporting = threading.Lock()  # of `_reports`: threads that read output add to it
         self._turn = 0  # the job whose lines come first
 
@@ -132,13 +139,13 @@ class Jobs:
         for job in self._jobs.values():
             job.is_over = True
 
-    def reports(self) -> list[Report]:
-        """Remove and return the next reports about coordinators. The caller must send them."""
+    def reports(self) -> list[Report | NodeReport]:
+        """Remove and return the next reports about and of coordinators. The caller must send them."""
         with self._reporting:
             found, self._reports = self._reports[:MOST_REPORTS], self._reports[MOST_REPORTS:]
         return found
 
-    def give_back(self, reports: Sequence[Report]) -> None:
+    def give_back(self, reports: Sequence[Report | NodeReport]) -> None:
         """Put reports back that could not be sent, so that `reports` returns them again."""
         with self._reporting:
             self._reports = [*reports, *self._reports]
@@ -191,7 +198,7 @@ class Jobs:
         job.attempt, job.last_lines, job.reported_address = task.attempt, [], None
         options = [
             *("run", "--secret-stdin", "--nnodes", f"{task.min_processes}:{task.max_processes}"),
-            *("--local-hosts", "0", "--rdzv-endpoint", f"{place.host}:0", "--exclude-slow", "0"),
+            *("--local-hosts", "0", "--rdzv-endpoint", f"{place.host}:0", "--reports-hosts"),
             *("--join-s", f"{place.join_s:g}", "--admit-every-s", f"{place.admit_every_s:g}"),
         ]
         try:
@@ -206,7 +213,15 @@ class Jobs:
             self._report(job, code=code, why=str(error))
 
     def _hear(self, job: _NodeJob, line: str) -> None:
-        """Handle a line of the coordinator, which prints its address, and at its end the reason."""
+        """Handle a line of the coordinator: its address, a report of a host, or at its end the reason."""
+        try:
+            report = fitness.from_line(line)
+        except ValueError as error:
+            job.lines.add(f"jaxgoodput: {self._place.node}: a report of a host is ignored: {error}")
+            return
+        if report is not None:
+            self._report_node(job, report)
+            return
         job.lines.add(line)
         job.last_lines = [*job.last_lines[-4:], line]
         if AT in line and job.reported_address is None:
@@ -217,11 +232,28 @@ class Jobs:
         self, job: _NodeJob, address: str | None = None, code: int | None = None, why: str = ""
     ) -> None:
         name, attempt = job.task.job, job.attempt
-        self._send(Report(job=name, attempt=attempt, address=address, code=code, why=why[:2000]))
+        self._send(
+            Report(job=name, attempt=attempt, address=address, code=code, why=why[:LONGEST_WHY])
+        )
 
-    def _send(self, report: Report) -> None:
+    def _send(self, report: Report | NodeReport) -> None:
         with self._reporting:
             self._reports.append(report)
+
+    def _report_node(self, job: _NodeJob, report: fitness.HostReport) -> None:
+        """Pass on what the coordinator reports of a host, which is one process of a job on a node."""
+        node = report.host.rpartition(":")[0]
+        if re.fullmatch(NAME, node) is None:
+            return  # a host that is no node has joined by itself; the service knows nothing of it
+        found = NodeReport(
+            job=job.task.job,
+            attempt=job.attempt,
+            node=node,
+            fault=report.fault,
+            why=report.why[:LONGEST_WHY],
+            slow_ratio=report.numbers.get("slow_ratio"),
+        )
+        self._send(found)
 
     # -- the processes ---------------------------------------------------------------------------
 

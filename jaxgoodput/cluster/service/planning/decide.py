@@ -13,11 +13,12 @@ from absl import logging
 from jaxgoodput.cluster.catalogue import PolicyEntry
 from jaxgoodput.cluster.scheduler.alternatives import changes, shapes_of, with_job
 from jaxgoodput.cluster.scheduler.explain import explain
-from jaxgoodput.cluster.scheduler.policy import JobView, Plan
+from jaxgoodput.cluster.scheduler.policy import AvoidedNode, JobView, Plan
 from jaxgoodput.cluster.scheduler.reconcile import reconcile
 from jaxgoodput.cluster.scheduler.restart_estimate import estimated_restart_s
 from jaxgoodput.cluster.scheduler.shapes import shape_in_words, shape_of, shapes
 from jaxgoodput.cluster.service.planning.tables import GoodputTable, table_of
+from jaxgoodput.cluster.service.record import faults
 from jaxgoodput.cluster.service.record.commands import CommandRefused
 from jaxgoodput.cluster.service.record.events import PlanMade, ReasonsGiven
 from jaxgoodput.cluster.service.record.state import JobEntry, State, counted_until
@@ -30,6 +31,7 @@ from jaxgoodput.cluster.service.wire import (
     WouldChange,
 )
 from jaxgoodput.specs import ClusterSpec, Shape
+from jaxgoodput.text import seconds
 
 Tables = Callable[[JobEntry, Sequence[Shape], float], GoodputTable]
 
@@ -63,13 +65,16 @@ def views_of(
     held = (shape_of(e.allocation.devices, kind_of) for e in state.active.values())
     offered = tuple(sorted({*shapes(cluster), *(s for s in held if s is not None)}))
     used = _used_by_tenant(state, now_s, rules.half_life_s) if rules.sharing.tenants else {}
-    views = []
+    views, reported = [], faults.in_force(state.faults, now_s)
     for entry in map(_without_released, state.active.values()):
         entry = entry if rules.named.mode == "adaptive" else _rigid(entry, cluster)
         spec = entry.spec
         more = _packed(cluster, spec.num_devices or 1) if spec.mode == "rigid" else ()
         table = _table(entry, (*offered, *more), now_s, tables)
-        views.append(_view(counted_until(now_s, entry, kind_of), table, now_s, rules, used))
+        view = _view(counted_until(now_s, entry, kind_of), table, now_s, rules, used)
+        if reported:
+            view = dataclasses.replace(view, avoids=avoided_by(reported, spec.id, now_s))
+        views.append(view)
     return tuple(views)
 
 
@@ -81,6 +86,21 @@ def _without_released(entry: JobEntry) -> JobEntry:
     spec = dataclasses.replace(spec, max_devices=max(entry.most_devices, spec.min_devices))
     submission = dataclasses.replace(entry.submission, spec=spec)
     return dataclasses.replace(entry, submission=submission)
+
+
+def avoided_by(reported: faults.Faults, job: str, now_s: float) -> dict[str, AvoidedNode]:
+    """Return the nodes that are kept apart from a job now, because it or several other jobs reported them.
+
+    What other jobs report never makes a job wait, because it may not hold for this one.
+    """
+    found: dict[str, AvoidedNode] = {}
+    for (node, other), one in faults.of_job(reported, job, now_s).items():
+        is_own = other == job
+        until_s, is_usable = one.end_s(own=is_own), one.fault == "slow" or not is_own
+        if (known := found.get(node)) is not None:
+            until_s, is_usable = max(until_s, known.until_s), is_usable and known.is_usable
+        found[node] = AvoidedNode(until_s=until_s, is_usable=is_usable)
+    return found
 
 
 def _rigid(entry: JobEntry, cluster: ClusterSpec) -> JobEntry:
@@ -197,7 +217,18 @@ def explained(state: State, job: str, now_s: float, rules: PlanRules) -> JobExpl
         why = entry.reason if entry.is_over else "waits: no node has joined"
         return JobExplanation(job=job, constraint="none", message=why, changes=(), devices={})
     views = views_of(state, now_s, rules)
-    return JobExplanation(**vars(explain(job, views, cluster, rules.named.policy, now_s)))
+    found = explain(job, views, cluster, rules.named.policy, now_s)
+    message = "; ".join((found.message, *_apart_in_words(state, job, now_s)))
+    return JobExplanation(**vars(dataclasses.replace(found, message=message)))
+
+
+def _apart_in_words(state: State, job: str, now_s: float) -> list[str]:
+    """Say which nodes are kept apart from a job, why, and for how long."""
+    return [
+        f"{node} is kept apart from {'it' if other == job else 'all jobs'} for "
+        f"{seconds(one.end_s(own=other == job) - now_s)}, because it is {one.fault}: {one.why}"
+        for (node, other), one in faults.of_job(state.faults, job, now_s).items()
+    ]
 
 
 def what_if(state: State, submission: Submission, now_s: float, rules: PlanRules) -> WhatIf:

@@ -28,7 +28,7 @@ GIVEN_UP_S = 30.0  # a plan that is not in the journal after this time was not a
 # Events that always call for another plan.
 ALWAYS = (
     *(events.JobSubmitted, events.JobCancelled, events.CoordinatorEnded),
-    *(events.NodeChanged, events.NodeJoined, events.DevicesReleased),
+    *(events.NodeChanged, events.NodeJoined, events.NodeReported, events.DevicesReleased),
 )
 
 
@@ -108,6 +108,7 @@ def needs_plan(state: State, event: events.Event) -> bool:
             | events.JobCancelled()
             | events.NodeChanged()
             | events.NodeJoined()
+            | events.NodeReported()
             | events.CoordinatorEnded()
             | events.DevicesReleased()
         ):

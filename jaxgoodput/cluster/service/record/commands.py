@@ -8,10 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxgoodput.cluster.service.record import events
+from jaxgoodput.cluster.service.record import events, faults
 from jaxgoodput.cluster.service.record.events import Event
 from jaxgoodput.cluster.service.record.state import State, owners
-from jaxgoodput.cluster.service.wire import VERSION, Join, Receipt, Report, Submission
+from jaxgoodput.cluster.service.wire import (
+    VERSION,
+    Join,
+    NodeReport,
+    Receipt,
+    Report,
+    Submission,
+)
 from jaxgoodput.specs import Allocation, Hints
 
 MOST_JOBS = 10_000  # that wait or run
@@ -213,16 +220,19 @@ def change_node(state: State, name: str, to: str, why: str, *, silent: bool = Fa
     """Drain a node, take it out of service, or take it back.
 
     `silent`: it sent no heartbeat. A silent node comes back with its next heartbeat; a node that an operator
-    took out of service does not.
+    took out of service does not. A node that is taken back starts afresh: what jobs have reported of it is
+    forgotten.
     """
     known = state.nodes.get(name)
     if known is None:
         names = ", ".join(sorted(state.nodes)) or "none"
         raise CommandRefused(404, f"there is no node {name[:80]!a}. The nodes are: {names}.")
-    if known.node.state == to and (silent or not known.silent):
+    forgets = to == "up" and any(node == name for node, _ in state.faults)
+    if known.node.state == to and (silent or not known.silent) and not forgets:
         return Outcome((), Receipt(note=f"the node is {to} already"))
     assert to in ("up", "draining", "down")
-    return Outcome((events.NodeChanged(name=name, state=to, why=why, silent=silent),))
+    changed = events.NodeChanged(name=name, state=to, why=why, silent=silent, forgets=forgets)
+    return Outcome((changed,))
 
 
 def revive(state: State, name: str) -> Outcome:
@@ -260,6 +270,39 @@ def report(state: State, node: str, instance: str, reports: tuple[Report, ...]) 
             found.append(ended)
         elif one.address is not None and one.address != entry.address:
             found.append(events.CoordinatorListening(job=job, attempt=attempt, address=one.address))
+    return Outcome(tuple(found))
+
+
+def report_nodes(
+    state: State, home: str, reports: tuple[NodeReport, ...], now_s: float, first_s: float
+) -> Outcome:
+    """Keep nodes that jobs report apart from them, for `first_s` seconds at first.
+
+    `home` is the node that reports for the coordinators that it runs. A report counts if the job still holds
+    devices of the reported node, and says something new.
+    """
+    found: list[Event] = []
+    known = state.faults
+    for one in reports:
+        entry = state.active.get(one.job)
+        if entry is None or entry.home != home or entry.attempt != one.attempt:
+            continue
+        if one.node not in entry.allocation.devices:
+            continue
+        if faults.is_known(known, one.node, one.job, one.fault, now_s):
+            continue
+        until_s, all_until_s = faults.terms(known, one.node, one.job, now_s, first_s)
+        reported = events.NodeReported(
+            node=one.node,
+            job=one.job,
+            fault=one.fault,
+            why=one.why,
+            slow_ratio=one.slow_ratio,
+            until_s=until_s,
+            all_until_s=all_until_s,
+        )
+        known = faults.with_report(known, reported, now_s)
+        found.append(reported)
     return Outcome(tuple(found))
 
 

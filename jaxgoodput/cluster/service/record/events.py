@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 from jaxgoodput._fields.serial import decode, encode, parse
 from jaxgoodput.cluster.service.wire import Submission
-from jaxgoodput.specs import Allocation, Hints, Node
+from jaxgoodput.specs import Allocation, Hints, HostFault, Node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,23 @@ class NodeChanged:
     why: str
     silent: bool = False
     """Whether it is down only because it sent no heartbeat; the next one brings it back."""
+    forgets: bool = False
+    """Whether what jobs have reported of the node is forgotten, because an operator says that it is well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeReported:
+    """An event of the journal: a job has reported a node, which is kept apart from it for a while."""
+
+    node: str
+    job: str
+    fault: HostFault
+    why: str
+    slow_ratio: float | None
+    until_s: float
+    """Time until which the node is kept apart from the job, in seconds of the service's own clock."""
+    all_until_s: float | None
+    """Time until which it is kept apart from all jobs; None if no other job has reported it lately."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +139,7 @@ class RequestAnswered:
 Event: TypeAlias = (
     NodeJoined
     | NodeChanged
+    | NodeReported
     | JobSubmitted
     | JobCancelled
     | HintsReceived

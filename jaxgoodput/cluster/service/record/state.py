@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from jaxgoodput._exits import DONE, SAVED, UNSAVED
 from jaxgoodput.cluster.service.plain import plain
 from jaxgoodput.cluster.service.record import events
+from jaxgoodput.cluster.service.record.faults import Faults, with_report, without_node
 from jaxgoodput.cluster.service.wire import (
     OVER,
     TEXT_RULES,
@@ -24,7 +25,7 @@ from jaxgoodput.cluster.service.wire import (
     Report,
     Submission,
 )
-from jaxgoodput.specs import Allocation, Hints, JobSpec, Node
+from jaxgoodput.specs import Allocation, Hints, HostFault, JobSpec, Node
 
 COORDINATES = "coordinates"  # the label of nodes that run coordinators
 MOST_OVER = 2000  # ended jobs that are remembered
@@ -141,6 +142,10 @@ class State:
     """How often coordinators were started again, counting all jobs since the journal began."""
     num_resizes: int = 0
     """How often jobs got other devices after their first start, counted likewise."""
+    faults: Faults = field(default_factory=dict)
+    """What jobs have reported of nodes."""
+    num_faults: Mapping[HostFault, int] = field(default_factory=dict)
+    """How often jobs have reported nodes since the journal began, by fault."""
 
     @property
     def kind_of(self) -> dict[str, str]:
@@ -166,6 +171,8 @@ def step(state: State, entry: events.JournalEntry) -> State:
             return _joined(state, event)
         case events.NodeChanged():
             return _node_changed(state, event)
+        case events.NodeReported():
+            return _reported(state, event)
         case events.JobSubmitted():
             return _submitted(state, event)
         case events.JobCancelled(job=job):
@@ -431,11 +438,19 @@ def _node_changed(state: State, event: events.NodeChanged) -> State:
         version=state.seq,
     )
     state = dataclasses.replace(state, nodes={**state.nodes, event.name: entry})
+    if event.forgets:
+        state = dataclasses.replace(state, faults=without_node(state.faults, event.name))
     if event.state == "down":
         for job in list(state.active.values()):
             if event.name in job.allocation.devices or job.home == event.name:
                 state = _without_node(state, job, event.name)
     return state
+
+
+def _reported(state: State, event: events.NodeReported) -> State:
+    faults = with_report(state.faults, event, state.at_s)
+    counts = {**state.num_faults, event.fault: state.num_faults.get(event.fault, 0) + 1}
+    return dataclasses.replace(state, faults=faults, num_faults=counts)
 
 
 def _without_node(state: State, job: JobEntry, name: str) -> State:

@@ -4,6 +4,7 @@ import bisect
 import collections
 from collections.abc import Iterator, Mapping
 
+from jaxgoodput.cluster.service.record.faults import in_force
 from jaxgoodput.cluster.service.record.state import State, owners
 
 LIMITS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -44,6 +45,7 @@ class RequestMetrics:
 
 def text(
     state: State,
+    now_s: float,
     requests: RequestMetrics,
     silent_s: Mapping[str, int | float],
     numbers: Mapping[str, int | float],
@@ -53,7 +55,7 @@ def text(
     `silent_s` has the seconds since the last heartbeat of each node. `numbers` adds more by name; a name that
     ends in "_total" makes it a counter.
     """
-    found = [*requests.lines(), *_job_lines(state), *_device_lines(state)]
+    found = [*requests.lines(), *_job_lines(state), *_device_lines(state, now_s)]
     found += _lines(
         "node_heartbeat_age_seconds",
         "Seconds since the last heartbeat of a node.",
@@ -98,7 +100,7 @@ def _job_lines(state: State) -> Iterator[str]:
     )
 
 
-def _device_lines(state: State) -> Iterator[str]:
+def _device_lines(state: State, now_s: float) -> Iterator[str]:
     devices = collections.Counter[tuple[str, str]]()
     for entry in state.nodes.values():
         devices[entry.node.kind, entry.node.state] += entry.node.num_devices
@@ -110,6 +112,16 @@ def _device_lines(state: State) -> Iterator[str]:
         "devices_waited_for",
         "Devices that the waiting jobs need at least.",
         {"": sum(spec.num_devices or spec.min_devices for spec in waiting)},
+    )
+    yield from _lines(
+        "node_reports_total",
+        "How often jobs reported nodes as slow or broken.",
+        {_labels(fault=fault): count for fault, count in sorted(state.num_faults.items())},
+    )
+    yield from _lines(
+        "nodes_kept_apart",
+        "Nodes that are kept apart from some job because it reported them.",
+        {"": len({node for node, _ in in_force(state.faults, now_s)})},
     )
     least, most = wanted_devices(state)
     yield from _lines(

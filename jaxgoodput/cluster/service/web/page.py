@@ -11,7 +11,13 @@ from urllib.parse import quote
 
 from jaxgoodput.cluster.service.record.commands import Caller
 from jaxgoodput.cluster.service.record.state import JobEntry, State, owners
-from jaxgoodput.cluster.service.web.show import name_for, progress, state_in_words
+from jaxgoodput.cluster.service.web.show import (
+    name_for,
+    node_faults,
+    progress,
+    state_in_words,
+    with_faults,
+)
 from jaxgoodput.text import compact, seconds
 
 SPAN_S = 1800.0  # that the chart covers
@@ -94,7 +100,7 @@ def inner(caller: Caller, state: State, now_s: float, links: Links) -> str:
         f"{'waits' if len(waiting) == 1 else 'wait'}; up for {html.escape(seconds(now_s))}</p>"
     )
     sections = {
-        "Nodes": _nodes(caller, state, painted),
+        "Nodes": _nodes(caller, state, painted, now_s),
         "Running": _running(_seen(caller, running), painted, now_s, links),
         "Waiting": _waiting(_seen(caller, waiting), painted, now_s),
         "Devices over time": _gantt(caller, state, painted, now_s),
@@ -136,13 +142,13 @@ def colours(jobs: Iterable[JobEntry]) -> dict[str, str]:
     return {id_: colour(number) for number, id_ in numbers.items()}
 
 
-def _nodes(caller: Caller, state: State, painted: Mapping[str, str]) -> str:
+def _nodes(caller: Caller, state: State, painted: Mapping[str, str], now_s: float) -> str:
     if not state.nodes:
         return "<p class=dim>No node has joined: <code>jaxgoodput node --scheduler URL</code>.</p>"
-    owner = owners(state)
+    owner, faults = owners(state), node_faults(caller, state, now_s)
     rows = []
     for name, entry in list(state.nodes.items())[:MOST_ROWS]:
-        boxes = []
+        boxes, said = [], state_in_words(entry.node.state, entry.why)
         for index in range(min(entry.node.num_devices, MOST_BOXES)):
             job = owner.get((name, index))
             if job is None:
@@ -158,7 +164,7 @@ def _nodes(caller: Caller, state: State, painted: Mapping[str, str]) -> str:
             (
                 html.escape(name),
                 html.escape(entry.node.kind),
-                html.escape(state_in_words(entry.node.state, entry.why)),
+                html.escape(with_faults(said, faults.get(name, ()), now_s)),
                 f"<div class=devices>{''.join(boxes)}</div>",
             )
         )

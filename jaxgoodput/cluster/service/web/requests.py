@@ -23,6 +23,7 @@ from jaxgoodput.cluster.service.web.rates import Questions
 from jaxgoodput.cluster.service.wire import NAME, TEXT_RULES, Refusal
 
 LONGEST_WAIT_S = 30.0
+APART_S = 300.0  # for which a node is kept apart from a job that reports it, at first
 
 _WHY_REFUSED = {
     400: "The request is not valid HTTP.",
@@ -103,6 +104,8 @@ class ServiceParts:
     links: Links
     longest_wait_s: float = LONGEST_WAIT_S
     """The longest time for which an answer waits for a change, whatever the request asks for."""
+    apart_s: float = APART_S
+    """How long a node is kept apart from a job that reports it for the first time."""
 
 
 async def _parts(request: Request) -> ServiceParts:

@@ -145,7 +145,9 @@ async def submit(
     secret = secrets.token_hex(32)
     answer = await change(
         lambda state: commands.submit(state, caller, submission, secret),
-        shown=lambda state, outcome: show.job(state, state.jobs[outcome.answer], state.at_s),
+        shown=lambda state, outcome: show.job(
+            caller, state, state.jobs[outcome.answer], state.at_s
+        ),
         status=201,
     )
     entry = parts.book.state.jobs.get(submission.spec.id)
@@ -177,7 +179,8 @@ async def jobs(
 async def one_job(parts: Parts, caller: User, job: Name) -> Response:
     """Show one job, with the devices that it held before."""
     entry = _entry(parts, caller, job)
-    return answer_json(show.job(parts.book.state, entry, parts.book.timeline.now(), past=True))
+    state, now_s = parts.book.state, parts.book.timeline.now()
+    return answer_json(show.job(caller, state, entry, now_s, whole=True))
 
 
 @router.post("/v1/jobs/{job}/cancel", response_model=wire.Receipt)
@@ -315,11 +318,17 @@ async def report(
     for lines in said.lines:
         if lines.job in parts.book.state.jobs:
             await asyncio.to_thread(parts.logs.append, lines.job, lines.text)
-    if not said.coordinators:
+    if not said.coordinators and not said.nodes:
         return answer_json(wire.Receipt())
-    return await change(
-        lambda state: commands.report(state, node, said.instance, said.coordinators)
-    )
+    now_s = parts.book.timeline.now()
+
+    def decide(state: State) -> Outcome:
+        ended = commands.report(state, node, said.instance, said.coordinators)
+        # Reports of nodes come first: they count only while the job holds the nodes.
+        found = commands.report_nodes(state, node, said.nodes, now_s, parts.apart_s)
+        return Outcome((*found.events, *ended.events))
+
+    return await change(decide)
 
 
 @router.post("/v1/nodes/{node}/drain", response_model=wire.Receipt)
@@ -369,7 +378,7 @@ async def numbers(parts: Parts, caller: Operator) -> Response:
         "plans_total": float(parts.planners.planned),
     }
     silent_s = {name: parts.heartbeats.silent_s(name) for name in book.state.nodes}
-    text = metrics.text(book.state, parts.requests, silent_s, more)
+    text = metrics.text(book.state, book.timeline.now(), parts.requests, silent_s, more)
     return Response(text, media_type="text/plain; version=0.0.4")
 
 

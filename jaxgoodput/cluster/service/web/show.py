@@ -1,26 +1,31 @@
 """Converts the state to what people and programs see of it."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
+from jaxgoodput.cluster.service.record import faults
 from jaxgoodput.cluster.service.record.commands import Caller
 from jaxgoodput.cluster.service.record.state import JobEntry, State, counted_until
 from jaxgoodput.cluster.service.wire import (
     AllocationShown,
     ClusterShown,
+    FaultShown,
     JobList,
     JobShown,
     NodeShown,
 )
 from jaxgoodput.specs import Hints
-from jaxgoodput.text import compact
+from jaxgoodput.text import compact, seconds
 
 OTHERS = "(another tenant's)"
 
 
-def job(state: State, entry: JobEntry, now_s: float, *, past: bool = False) -> JobShown:
-    """Return a job as its user sees it; `past` adds the devices that it held before."""
+def job(
+    caller: Caller, state: State, entry: JobEntry, now_s: float, *, whole: bool = False
+) -> JobShown:
+    """Return a job as its user sees it; `whole` adds its earlier devices, and nodes kept apart from it."""
     spec, devices = entry.spec, entry.allocation.devices
+    reported = faults.of_job(state.faults, spec.id, now_s) if whole else {}
     return JobShown(
         id=spec.id,
         tenant=spec.tenant,
@@ -41,7 +46,8 @@ def job(state: State, entry: JobEntry, now_s: float, *, past: bool = False) -> J
         device_s=math.fsum(counted_until(now_s, entry, state.kind_of).received_s.values()),
         code=entry.code,
         hints=entry.hints,
-        past=entry.past if past else (),
+        past=entry.past if whole else (),
+        apart=_faults(caller, state, reported),
     )
 
 
@@ -60,7 +66,7 @@ def job_list(
     shown, num_older = found[-most:], max(len(found) - most, 0)
     return JobList(
         now_s=now_s,
-        jobs=tuple(job(state, entry, now_s) for entry in shown),
+        jobs=tuple(job(caller, state, entry, now_s) for entry in shown),
         num_older=num_older,
         next_before=shown[0].seq if num_older else None,
     )
@@ -91,6 +97,51 @@ def state_in_words(state: str, why: str) -> str:
     return f"{state} ({why})" if why and state != "up" else state
 
 
+def with_faults(state: str, reported: Iterable[FaultShown], now_s: float) -> str:
+    """Return the state of a node in words, followed by what jobs reported of it."""
+    return "; ".join((state, *(fault_in_words(one, now_s) for one in reported)))
+
+
+def node_faults(caller: Caller, state: State, now_s: float) -> dict[str, tuple[FaultShown, ...]]:
+    """Return, by node, the reports of jobs that are in force."""
+    found: dict[str, tuple[FaultShown, ...]] = {}
+    for one in _faults(caller, state, faults.in_force(state.faults, now_s)):
+        found[one.node] = (*found.get(one.node, ()), one)
+    return found
+
+
+def _faults(
+    caller: Caller, state: State, found: Mapping[tuple[str, str], faults.NodeFault]
+) -> tuple[FaultShown, ...]:
+    return tuple(
+        FaultShown(
+            node=node,
+            job=name_for(caller, state, job),
+            fault=one.fault,
+            why=one.why,
+            slow_ratio=one.slow_ratio,
+            at_s=one.at_s,
+            until_s=one.until_s,
+            all_until_s=one.all_until_s,
+        )
+        for (node, job), one in found.items()
+    )
+
+
+def fault_in_words(fault: FaultShown, now_s: float) -> str:
+    """Return what a job reported of a node, and for how much longer the node is kept apart from whom.
+
+    >>> fault_in_words(FaultShown(node="n0", job="a", fault="slow", why="...", slow_ratio=5.1, at_s=0.0,
+    ...     until_s=300.0, all_until_s=None), 60.0)
+    'slow (5.1 times the median) by a, kept apart from it for 4 min 00 s'
+    """
+    ratio = "" if fault.slow_ratio is None else f" ({fault.slow_ratio:.3g} times the median)"
+    whom, until_s = "it", fault.until_s
+    if fault.all_until_s is not None and fault.all_until_s > now_s:
+        whom, until_s = "all jobs", fault.all_until_s
+    return f"{fault.fault}{ratio} by {fault.job}, kept apart from {whom} for {seconds(until_s - now_s)}"
+
+
 def progress(hints: Hints | None) -> str:
     """Return how far a job is: a percentage if it knows its total, else its base steps.
 
@@ -113,8 +164,15 @@ def cluster(
         shown = name_for(caller, state, id_)
         for name, local in entry.allocation.devices.items():
             jobs[name][shown] = tuple(sorted((*jobs[name].get(shown, ()), *local)))
+    reported = node_faults(caller, state, now_s)
     nodes = tuple(
-        NodeShown(node=entry.node, jobs=jobs[name], silent_s=silent_s(name), why=entry.why)
+        NodeShown(
+            node=entry.node,
+            jobs=jobs[name],
+            silent_s=silent_s(name),
+            why=entry.why,
+            faults=reported.get(name, ()),
+        )
         for name, entry in state.nodes.items()
     )
     return ClusterShown(now_s=now_s, nodes=nodes)
