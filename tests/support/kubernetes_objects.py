@@ -6,13 +6,18 @@ are, and pods that break the "restricted" rules are refused. `kubernetes_cluster
 
 import base64
 import copy
+import functools
+import json
+import pathlib
 import re
 import threading
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
+import referencing
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 VERSION = "1.37"
@@ -75,9 +80,23 @@ def check_schema(one: Object) -> None:
             if not holds(JobsetV1alpha2JobSet.from_dict(said).to_dict(), said):
                 raise invalid("JobSet: a field is unknown")
         else:
-            kubernetes_validate.validate(one, VERSION, strict=True)
-    except (kubernetes_validate.ValidationError, ValueError) as error:
+            _validator(one["apiVersion"], one["kind"]).validate(one)
+    except (jsonschema.ValidationError, ValueError) as error:
         raise invalid(f"{one['kind']}: {error}") from None
+
+
+@functools.cache
+def _validator(version: str, kind: str) -> jsonschema.Draft202012Validator:
+    """The check of a kind, as `kubernetes_validate.validate` makes it anew for each object."""
+    folder = pathlib.Path(kubernetes_validate.__file__).parent / "kubernetes-json-schema"
+    folder /= f"v{VERSION}.0-local-strict"
+    group = re.sub("^([^./]*)([^/]*)/", r"\1-", version)
+    schema, definitions = (
+        referencing.Resource.from_contents(json.loads((folder / name).read_text()))
+        for name in (f"{kind.lower()}-{group}.json", "_definitions.json")
+    )
+    registry = schema @ (definitions @ referencing.Registry())
+    return jsonschema.Draft202012Validator(schema.contents, registry=registry)
 
 
 def violations(spec: Mapping[str, Any]) -> list[str]:

@@ -35,7 +35,6 @@ def wanted(**changes):
 
 
 OPTIONS = [
-    {},
     {"volume": None, "resource": "", "kind": "cpu"},
     {
         "queue": "gpus",
@@ -220,7 +219,7 @@ NAMES = st.text(st.characters(codec="utf-8"), max_size=12)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | NAMES,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
-    max_leaves=12,
+    max_leaves=8,
 )
 
 
