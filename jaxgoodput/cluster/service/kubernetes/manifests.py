@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxgoodput._fields.typed import shortened
 from jaxgoodput.cluster.service.kubernetes.pods import (
     Mount,
     PodPlace,
@@ -73,8 +74,18 @@ class ManifestOptions:
         for flag, value in (("--cluster", self.name), ("--namespace", self.namespace)):
             if re.fullmatch("[a-z]([a-z0-9-]{0,38}[a-z0-9])?", value) is None:
                 raise ValueError(
-                    f"{flag} {value}: Kubernetes accepts lowercase letters, digits and dashes only, a letter "
-                    "first and no dash last, and this name may have 40 characters at most."
+                    f"{flag} {shortened(value)}: Kubernetes accepts lowercase letters, digits and dashes "
+                    "only, a letter first and no dash last, and this name may have 40 characters at most."
+                )
+        given = {"--image": self.image, "--resource": self.resource or None}
+        for flag, value in (given | {"--queue": self.queue, "--volume": self.volume}).items():
+            if (
+                value is not None
+                and re.fullmatch("[A-Za-z0-9][A-Za-z0-9._:/@-]{0,250}", value) is None
+            ):
+                raise ValueError(
+                    f"{flag} {shortened(value)}: this is no name that Kubernetes accepts. Use letters, "
+                    "digits and the characters . _ : / @ -, with a letter or a digit first."
                 )
 
     @property

@@ -52,7 +52,8 @@ def _certificate(names: Sequence[str]) -> tuple[str, str]:
     alternatives = ",".join(f"DNS:{name}" for name in names) + ",IP:127.0.0.1"
     with tempfile.TemporaryDirectory() as folder:  # with mode 0700
         certificate, key = pathlib.Path(folder, "tls.crt"), pathlib.Path(folder, "tls.key")
-        command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", str(DAYS)]
+        command = ["openssl", "req", "-x509", "-nodes", "-days", str(DAYS)]
+        command += ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
         command += ["-subj", "/CN=jaxgoodput", "-addext", f"subjectAltName={alternatives}"]
         command += ["-keyout", str(key), "-out", str(certificate)]
         try:

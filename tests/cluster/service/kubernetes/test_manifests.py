@@ -2,11 +2,15 @@
 
 import itertools
 import json
+import os
 import pathlib
+import re
 import shutil
 import ssl
 import stat
 import subprocess
+import sys
+import tomllib
 
 import pytest
 import yaml
@@ -23,6 +27,7 @@ from jaxgoodput.cluster.service.kubernetes.yaml_text import documents, to_yaml
 from jaxgoodput.cluster.service.serve import Service
 from jaxgoodput.cluster.service.web.guard import read_tokens
 
+TOP = pathlib.Path(__file__).parents[4]
 CLAIM = "runs"
 
 
@@ -305,12 +310,61 @@ def test_one_command_installs_and_one_removes(jobs, tmp_path):
 
 
 def test_the_recipe_of_one_job_is_of_the_schema_of_jobset():
-    recipe = pathlib.Path(__file__).parents[4] / "launch" / "jobset.yaml"
+    recipe = TOP / "launch" / "jobset.yaml"
     for made in yaml.safe_load_all(recipe.read_text()):
         check_schema(made)
         made["spec"]["network"] = {"enableDnsHostnames": True}  # as it is not spelt
         with pytest.raises(Refused):
             check_schema(made)
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
+def test_an_image_has_the_user_and_the_extras_that_the_manifests_count_on(name):
+    text = (TOP / "launch" / name).read_text()
+    assert f"USER {wanted().user_id}:{wanted().user_id}\n" in text
+    (extras,) = re.findall(r"'\.\[([a-z0-9,]+)\]'", text)
+    project = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]
+    assert {"service", *extras.split(",")} <= set(project["optional-dependencies"])
+    for copied in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE):
+        assert all((TOP / path).exists() for path in copied.split())
+
+
+def test_the_script_for_a_real_cluster_gives_options_that_there_are(tmp_path):
+    """With stand-ins for kubectl and curl: no real cluster is at hand."""
+    calls = tmp_path / "calls"
+    for program in ("kubectl", "curl"):
+        (tmp_path / program).write_text(f'#!/bin/sh\necho {program} "$@" >> {calls}\n')
+        (tmp_path / program).chmod(0o755)
+    ours = tmp_path / "jaxgoodput"
+    ours.write_text(f"""#!/bin/sh
+echo jaxgoodput "$@" >> {calls}
+[ "$1" = manifests ] || exit 0
+exec {sys.executable} -m jaxgoodput.cli "$@"
+""")
+    ours.chmod(0o755)
+    environ = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "DRAIN": "yes",
+        "WAIT_S": "0",
+    }
+    script = TOP / "launch" / "kubernetes.sh"
+    command = ["bash", str(script), "me/mine", "runs", "space", "pods", "--queue", "q"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in calls.read_text().splitlines()]
+    for program, *words in lines:
+        if program == "jaxgoodput":
+            words = words[: words.index("--")] if "--" in words else words
+            parse = cli.command_parser().parse_args
+            gone = str(TOP / "LICENSE")  # for the files of a folder that is gone by now
+            parse(
+                [gone if re.search(r"/(ca.crt|operator-token)$", word) else word for word in words]
+            )
+    assert [words[:2] for words in lines if words[1] in ("apply", "delete")] == [
+        ["kubectl", "apply"],
+        ["kubectl", "delete"],
+    ]
 
 
 def test_roles_have_objects_of_their_own():
