@@ -394,7 +394,11 @@ class _Server(http.server.ThreadingHTTPServer):
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: _Server
+
+    @property
+    def _cluster(self) -> Cluster:
+        assert isinstance(self.server, _Server)
+        return self.server.cluster
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -419,7 +423,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._send(code, said)
 
     def _send(self, code: int, said: Object) -> None:
-        self.server.cluster.requests.append((self.command, self.path, code))
+        self._cluster.requests.append((self.command, self.path, code))
         text = json.dumps(said).encode()
         self.send_response(code)
         self.send_header("Content-Type", "application/json")
@@ -432,22 +436,22 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return found
         kind, space, name, part = _parsed(path)
         self._authorize(kind, space, name, part, "list")
-        store = self.server.cluster.store
+        store = self._cluster.store
         with store.lock:
+            if self.command == "GET" and name is None:
+                return self._list(kind, space, query)
+            if self.command == "POST" and part is None:
+                return store.create(kind, space or "", body)
+            one = store.get(kind, space or "", name or "")
             match self.command:
-                case "GET" if name is None:
-                    return self._list(kind, space, query)
                 case "GET":
-                    return store.get(kind, space or "", name)
+                    return one
                 case "POST" if part == "eviction":
-                    return _evicted(store, store.get(kind, space or "", name))
-                case "POST":
-                    return store.create(kind, space or "", body)
+                    return _evicted(store, one)
                 case "PATCH":
-                    old = store.get(kind, space or "", name)
-                    return store.update(old, merged(old, body))
+                    return store.update(one, merged(one, body))
                 case "DELETE":
-                    return self._delete(store.get(kind, space or "", name), body or {}, query)
+                    return self._delete(one, body or {}, query)
         raise Refused(405, "MethodNotAllowed", self.command)
 
     def _delete(self, one: Object, options: Mapping[str, Any], query: Mapping[str, str]) -> Object:
@@ -455,13 +459,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if uid != one["metadata"]["uid"]:
             raise Refused(409, "Conflict", "the UID in the precondition does not match")
         how = options.get("propagationPolicy") or query.get("propagationPolicy") or "Background"
-        return self.server.cluster.store.delete(one, how)
+        return self._cluster.store.delete(one, how)
 
     def _authorize(
         self, kind: str, space: str | None, name: str | None, part: str | None, reading: str
     ) -> None:
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        cluster = self.server.cluster
+        cluster = self._cluster
         if token == ADMIN:
             return
         if token not in cluster.tokens:
@@ -478,7 +482,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         raise Refused(403, "Forbidden", f"{cluster.tokens[token]} may not {verb} {resource}")
 
     def _list(self, kind: str, space: str | None, query: Mapping[str, str]) -> Object:
-        store = self.server.cluster.store
+        store = self._cluster.store
         items = [
             {key: value for key, value in one.items() if key not in ("kind", "apiVersion")}
             for one in store.of(kind, space)
@@ -491,12 +495,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _watch(self, path: str, query: Mapping[str, str]) -> None:
         kind, space, name, part = _parsed(path)
         self._authorize(kind, space, name, part, "watch")
-        store, since = self.server.cluster.store, int(query.get("resourceVersion") or 0)
+        store, since = self._cluster.store, int(query.get("resourceVersion") or 0)
         is_old = 0 < since < store.forgotten
         expired = Refused(410, "Expired", f"too old resource version: {since}")
         if is_old and since % 2:  # a server may say so in either way
             raise expired
-        self.server.cluster.requests.append((self.command, self.path, 410 if is_old else 200))
+        self._cluster.requests.append((self.command, self.path, 410 if is_old else 200))
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
@@ -508,8 +512,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(b"0\r\n\r\n")
 
     def _follow(self, kind: str, space: str | None, query: Mapping[str, str], since: int) -> None:
-        store = self.server.cluster.store
+        store = self._cluster.store
         deadline = time.monotonic() + float(query.get("timeoutSeconds", 300))
+        assert isinstance(self.server, _Server)
         while time.monotonic() < deadline and not self.server.is_ending.is_set():
             with store.lock:
                 news = [line for line in store.history if line[0] > since]

@@ -7,8 +7,8 @@ are, and pods that break the "restricted" rules are refused. `kubernetes_cluster
 import base64
 import copy
 import functools
+import importlib.resources
 import json
-import pathlib
 import re
 import threading
 import uuid
@@ -88,7 +88,7 @@ def check_schema(one: Object) -> None:
 @functools.cache
 def _validator(version: str, kind: str) -> jsonschema.Draft202012Validator:
     """The check of a kind, as `kubernetes_validate.validate` makes it anew for each object."""
-    folder = pathlib.Path(kubernetes_validate.__file__).parent / "kubernetes-json-schema"
+    folder = importlib.resources.files(kubernetes_validate) / "kubernetes-json-schema"
     folder /= f"v{VERSION}.0-local-strict"
     group = re.sub("^([^./]*)([^/]*)/", r"\1-", version)
     schema, definitions = (

@@ -85,7 +85,7 @@ def installed(tmp_path, *, gates=ELASTIC, elastic_jobset=False, **settings):
 
         def start(clock=None) -> PodJobs:
             place = LaunchSettings(node="pool", host="127.0.0.1")
-            jobs.append(make(place, clock or SystemClock()))
+            jobs.append(make(place, clock or SystemClock(), None))
             return jobs[-1]
 
         try:
