@@ -11,7 +11,7 @@ folder=$(mktemp -d) port=${PORT:-8765}
 jaxgoodput manifests --image "$image" --volume "$volume" --namespace "$space" --jobs "$jobs" \
     --out "$folder" --nodes "${NODES:-2}" --devices "${DEVICES:-2}" --kind "${KIND:-cpu}" "${@:5}"
 forward=
-trap 'kubectl delete -k "$folder"; [ -z "$forward" ] || kill "$forward"; rm -r "$folder"' EXIT
+trap '[ -z "$forward" ] || kill "$forward" || true; kubectl delete -k "$folder"; rm -r "$folder"' EXIT
 kubectl apply -k "$folder"
 kubectl rollout status -n "$space" statefulset/jaxgoodput-service --timeout=10m
 [ "$jobs" = pods ] && agents=deployment/jaxgoodput-pods || agents=statefulset/jaxgoodput-node
