@@ -15,6 +15,7 @@ import json
 import pathlib
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -380,6 +381,11 @@ class _Server(http.server.ThreadingHTTPServer):
     def shutdown_request(self, request: Any) -> None:
         self._open.discard(request)
         super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing about connections that `end`, or a client, has closed."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
     def end(self) -> None:
         self.is_ending.set()
