@@ -94,7 +94,7 @@ def environ(tmp_path):
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_a_recipe_is_short_and_parses(path):
     assert len(path.read_text().splitlines()) <= 40
-    if path.suffix != ".yaml":
+    if path.suffix in (".sh", ".sbatch"):
         subprocess.run(["bash", "-n", str(path)], check=True)
 
 

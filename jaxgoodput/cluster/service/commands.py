@@ -4,6 +4,8 @@
 """
 
 import argparse
+from collections.abc import Callable
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from jaxgoodput._commands import (
@@ -20,6 +22,8 @@ from jaxgoodput._commands import (
 )
 from jaxgoodput._fields.typed import shortened
 from jaxgoodput.launcher.variables import variable
+
+T = TypeVar("T")
 
 
 def _name(text: str) -> str:
@@ -49,6 +53,27 @@ def _url(text: str) -> str:
             "prints it"
         )
     return text
+
+
+def _node_label(text: str) -> tuple[str, str]:
+    """Parse a label of nodes, as an argparse type."""
+    from jaxgoodput.cluster.service.kubernetes.pods import node_label
+
+    return _argument(node_label, text)
+
+
+def _toleration(text: str) -> dict[str, str]:
+    """Parse a toleration of taints, as an argparse type."""
+    from jaxgoodput.cluster.service.kubernetes.pods import toleration
+
+    return _argument(toleration, text)
+
+
+def _argument(parse: Callable[[str], T], text: str) -> T:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 # fmt: off
@@ -110,12 +135,27 @@ _SERVE = (
            "files aside, print what is lost, and stop"),
 )  # fmt: skip
 
+_ELASTIC_JOBSET = switch(
+    "--elastic-jobset", help="if processes are pods: run jobs as JobSets, not as Indexed Jobs; the "
+    "controller of JobSets must have its feature gate ElasticJobSet on"
+)  # fmt: skip
+
 _NODE = (
     text("--name", "NAME", "name of this node (default: its host name)", type=_name),
     text("--address", "HOST", "address by which other nodes reach this one (default: 127.0.0.1 if the "
          "scheduler is there, else the host name)"),
     text("--label", "LEVEL=DOMAIN", "topology label, such as rack=r3; coordinates= lets coordinators of "
          "jobs run here", [], action="append"),
+    text("--pods", "F", "run each process of a job as a pod on Kubernetes, made from this PodTemplate as "
+         "JSON; the node's devices are then anywhere in that cluster", type=file),
+    text("--resource", "NAME", "with --pods: the Kubernetes resource of the devices, such as "
+         "nvidia.com/gpu"),
+    _ELASTIC_JOBSET,
+    text("--owner", "NAME", "with --pods: the Deployment of this agent, with which Kubernetes deletes its "
+         "pods"),
+    text("--api", "URL", "with --pods: address of the Kubernetes API", "https://kubernetes.default.svc"),
+    text("--api-credentials", "DIR", "with --pods: folder of the files token, namespace and ca.crt",
+         "/var/run/secrets/kubernetes.io/serviceaccount", type=folder),
 )  # fmt: skip
 
 _NODES = (
@@ -135,12 +175,31 @@ _DEVICES = (
 
 _MANIFESTS = (
     text("--image", "IMAGE", "image with jaxgoodput[service] and your programs", required=True),
-    text("--cluster", "NAME", "name of the JobSet", "jaxgoodput", type=_name),
+    text("--out", "DIR", "folder for the manifests and secrets; secrets that are there stay",
+         "jaxgoodput-kubernetes", type=folder),
+    text("--cluster", "NAME", "name of the cluster, from which its objects get theirs", "jaxgoodput",
+         type=_name),
+    text("--namespace", "NAME", "namespace to install into; it has to exist", "default", type=_name),
+    text("--jobs", "AS", "nodes: jobs run on agents that hold whole nodes; pods: each process of a job is a "
+         "pod", "nodes", choices=("nodes", "pods")),
     number("--nodes", "N", 1, "number of nodes", 2),
     number("--devices", "D", 1, "devices of a node", 8),
-    text("--kind", "KIND", "kind of the devices", "gpu"),
-    text("--resource", "NAME", "Kubernetes resource that is requested for each device", "nvidia.com/gpu"),
+    text("--kind", "KIND", "kind of the devices; cpu: virtual devices", "gpu"),
+    text("--resource", "NAME", "Kubernetes resource that is requested for each device (default: "
+         "nvidia.com/gpu; none for --kind cpu)"),
+    text("--cpu", "N", "processors of a node's agent, or of each process if they are pods", "8"),
+    text("--memory", "SIZE", "memory of the same, /dev/shm included", "32Gi"),
+    text("--shm", "SIZE", "size of /dev/shm", "8Gi"),
+    text("--node-selector", "KEY=VALUE", "label that machines must have; may be repeated", [],
+         type=_node_label, action="append"),
+    text("--toleration", "KEY[=VALUE][:EFFECT]", "taint of machines that is accepted; may be repeated "
+         "(default: the --resource)", [], type=_toleration, action="append"),
+    text("--queue", "NAME", "Kueue queue that admits the agents, or the jobs if they are pods"),
+    _ELASTIC_JOBSET,
     text("--volume", "CLAIM", "persistent volume claim for the journal and the workdirs"),
+    number("--user", "ID", 1, "number of the user that all processes run as", 1000, most=2**31 - 1),
+    number("--grace-s", "S", 1, "seconds that a stopped process may take to save its state", 60,
+           most=86_400),
 )  # fmt: skip
 
 _SUBMIT = (
@@ -194,7 +253,7 @@ def add_commands(commands: Commands) -> None:
     add(_serve, "[--local NODESxDEVICES] [options]", _SERVE)
     add(_node, "--scheduler URL --devices N [options]", (*_NODE, *_DEVICES))
     add(_nodes, nodes_usage, (*_NODES, *_DEVICES))
-    add(_manifests, "--image IMAGE [--nodes N] [--devices D] [options]", _MANIFESTS)
+    add(_manifests, "--image IMAGE [--out DIR] [--jobs nodes|pods] [options]", _MANIFESTS)
     submit_usage = "[--min A --max B] [options] -- python train.py [args ...]"
     add(_submit, submit_usage, _SUBMIT, takes_command=True)
     add(_status, f"{to_service} [JOB]", (*_STATUS, *_CONNECTION))
@@ -249,9 +308,14 @@ def _nodes(options, command: list[str], parser: argparse.ArgumentParser) -> int:
 
 
 def _manifests(options, command: list[str], parser: argparse.ArgumentParser) -> int:
-    """Print Kubernetes manifests for a cluster.
+    """Write Kubernetes manifests for a cluster.
 
-    The result is a JobSet with the scheduler and the agents of N nodes, which come and go with it.
+    The folder then holds one part for each role, new secrets, and a kustomization, so that one command
+    installs the cluster and one removes it. Both are printed.
+
+    examples:
+      jaxgoodput manifests --image me/mine --nodes 4 --devices 8 --volume runs
+      kubectl apply -k jaxgoodput-kubernetes
     """
     from jaxgoodput.cluster.service import terminal
 

@@ -1,7 +1,7 @@
 """Engines: ways to start agents on nodes, one class for each system that can start a program there.
 
 The agent that runs jobs is the same everywhere. An engine only starts it on a node, notices when it ends, and
-stops it. (Kubernetes starts agents by itself: `manifests.py` writes its input.)
+stops it. (Kubernetes starts agents by itself: `kubernetes/` writes its input.)
 """
 
 import contextlib

@@ -172,12 +172,30 @@ def node(options, parser: argparse.ArgumentParser) -> int:
             hints_s=options.hints_s,
             alone_s=options.alone_s,
         )
-        return run_node(part, connect)
+        if options.pods is None:
+            return run_node(part, connect)
+        return run_node(part, connect, jobs=_jobs_as_pods(options))
     except InUse as error:
         _wrong(error)
         return IN_USE
     except (ValueError, OSError) as error:
         return _wrong(error)
+
+
+def _jobs_as_pods(options):
+    """Return what runs jobs as pods. Raises ValueError or OSError if it is not available."""
+    from jaxgoodput.cluster.service.kubernetes.api import ApiAccess
+    from jaxgoodput.cluster.service.kubernetes.pod_jobs import PodSettings, jobs_as_pods
+
+    return jobs_as_pods(
+        PodSettings(
+            template=options.pods,
+            resource=options.resource,
+            elastic_jobset=options.elastic_jobset,
+            owner=options.owner,
+            access=ApiAccess(url=options.api, credentials=options.api_credentials),
+        )
+    )
 
 
 def nodes(options, parser: argparse.ArgumentParser) -> int:
@@ -237,21 +255,40 @@ def _engine(options):
 
 def manifests(options) -> int:
     """Carry out the command `jaxgoodput manifests`; return its exit code."""
-    from jaxgoodput.cluster.service.manifests import ManifestOptions, jobset, to_yaml
+    from jaxgoodput.cluster.service.kubernetes import folder
+    from jaxgoodput.cluster.service.kubernetes.manifests import ManifestOptions
+    from jaxgoodput.cluster.service.kubernetes.pods import PodPlace, toleration
 
-    wanted = ManifestOptions(
-        name=options.cluster,
-        image=options.image,
-        num_nodes=options.nodes,
-        num_devices=options.devices,
-        kind=options.kind,
-        resource=options.resource,
-        volume=options.volume,
-    )
+    resource = options.resource
+    if resource is None:
+        resource = "" if options.kind == "cpu" else "nvidia.com/gpu"
+    tolerations = options.toleration or ([toleration(resource)] if resource else [])
     try:
-        print(to_yaml(jobset(wanted)), end="")
-    except ValueError as error:
+        wanted = ManifestOptions(
+            name=options.cluster,
+            namespace=options.namespace,
+            image=options.image,
+            jobs=options.jobs,
+            num_nodes=options.nodes,
+            num_devices=options.devices,
+            kind=options.kind,
+            resource=resource,
+            cpu=options.cpu,
+            memory=options.memory,
+            shared_memory=options.shm,
+            place=PodPlace(
+                node_selector=dict(options.node_selector), tolerations=tuple(tolerations)
+            ),
+            queue=options.queue,
+            elastic_jobset=options.elastic_jobset,
+            volume=options.volume,
+            user_id=options.user,
+            grace_s=options.grace_s,
+        )
+        folder.write(options.out, wanted)
+    except (ValueError, OSError) as error:
         return _wrong(error)
+    print(folder.commands(options.out, wanted), end="")
     return DONE
 
 

@@ -5,6 +5,7 @@ the service does not answer, the processes keep running and the workers try agai
 """
 
 import contextlib
+import math
 import pathlib
 import queue
 import secrets
@@ -29,6 +30,7 @@ from jaxgoodput.specs import Hints, Node
 
 IN_USE = 3  # exit code while processes of an earlier agent still run, which may yet end
 LOOK_S = 0.2
+ALIVE, ALIVE_S = "alive", 5.0  # a file in the agent's folder, and how often it is touched
 WAIT_S = 20.0  # for how long one request waits for new work
 AGAIN_S = 2.0
 TELL_S = 0.5
@@ -56,9 +58,15 @@ class NodeAgentSettings:
 
 
 def run_node(
-    part: NodeAgentSettings, client: Callable[[], Client], *, clock: Clock | None = None
+    part: NodeAgentSettings,
+    client: Callable[[], Client],
+    *,
+    clock: Clock | None = None,
+    jobs: Callable[[LaunchSettings, Clock, int | None], Jobs] = Jobs,
 ) -> int:
     """Run a node's agent until it is told to stop, and return its exit code. `client` opens connections.
+
+    `jobs` makes what runs the processes of jobs, by default as children of this process.
 
     After SIGTERM or SIGINT the node's processes save and leave their jobs. If an earlier agent was killed,
     its processes must end first; raises InUse if they do not, because then another agent of this node runs
@@ -67,7 +75,7 @@ def run_node(
     clock = clock or SystemClock()
     part.folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        agent = NodeAgent(part, client, clock, _hold(part, stack, clock))
+        agent = NodeAgent(part, client, clock, jobs(part.place, clock, _hold(part, stack, clock)))
         told = threading.Event()
         for kind in (signal.SIGTERM, signal.SIGINT):
             signal.signal(kind, lambda *_: told.set())
@@ -97,11 +105,11 @@ class NodeAgent:
         part: NodeAgentSettings,
         client: Callable[[], Client],
         clock: Clock,
-        lock: int | None = None,
+        jobs: Jobs | None = None,
     ):
         self.instance = secrets.token_hex(8)
         self._part, self._client, self._clock = part, client, clock
-        self._jobs = Jobs(part.place, clock, lock)
+        self._jobs = Jobs(part.place, clock) if jobs is None else jobs
         self._lock = threading.Lock()  # of `_jobs`
         self._work: queue.SimpleQueue[NodeWork] = queue.SimpleQueue()
         self._replaced: str | None = None
@@ -109,6 +117,7 @@ class NodeAgent:
         self._is_away = False  # the service did not answer last
         self._heard_s = clock.now()  # time of the service's last answer
         self._is_alone = False  # the jobs were ended for lack of contact
+        self._shown_s = -math.inf  # when `ALIVE` was touched last
 
     def run(self, told: threading.Event) -> int:
         """Run the jobs that the service assigns until `told` is set; return the exit code."""
@@ -123,6 +132,7 @@ class NodeAgent:
             self._end_if_alone()
             with self._lock:
                 self._jobs.look()
+            self._show_life()
         senders = [tell]
         if self._replaced is None:
             # On a worker: a service that does not answer must not cost the processes their time to save.
@@ -144,7 +154,14 @@ class NodeAgent:
         while not self._jobs.is_idle:
             with self._lock:
                 self._jobs.look()
+            self._show_life()
             self._clock.sleep(LOOK_S)
+
+    def _show_life(self) -> None:
+        """Touch a file, by whose age others can tell whether the processes are still looked after."""
+        if self._clock.now() >= self._shown_s + ALIVE_S:
+            self._shown_s = self._clock.now()
+            (self._part.folder / ALIVE).touch()
 
     def _end_if_alone(self) -> None:
         alone_s = self._clock.now() - self._heard_s

@@ -64,7 +64,7 @@ class _Member:
 
 
 @dataclass
-class _NodeJob:
+class NodeJob:
     """A job on this node, with the coordinator and the processes that run here."""
 
     task: JobTask
@@ -87,10 +87,17 @@ class _NodeJob:
 
     @property
     def has_processes(self) -> bool:
+        """Whether the coordinator or a process of this job runs here."""
         return self.coordinator is not None or bool(self.members)
 
     @property
+    def address(self) -> str | None:
+        """The coordinator that processes join; None if none may run."""
+        return self.task.address if self.task.runs and not self.is_over else None
+
+    @property
     def wants_coordinator(self) -> bool:
+        """Whether the job's coordinator has to run here."""
         return self.task.coordinates and self.task.runs and not self.is_over
 
 
@@ -102,7 +109,7 @@ class Jobs:
 
     def __init__(self, place: LaunchSettings, clock: Clock, lock: int | None = None):
         self._place, self._clock, self._held = place, clock, lock
-        self._jobs: dict[str, _NodeJob] = {}
+        self._jobs: dict[str, NodeJob] = {}
         self._reports: list[Report | NodeReport] = []
         self._reporting = threading.Lock()  # of `_reports`: threads that read output add to it
         self._turn = 0  # the job whose lines come first
@@ -128,7 +135,7 @@ class Jobs:
                     before.is_over = True
                     del self._jobs[id_]
                     self._jobs[f"{id_} of {before.task.secret}"] = before
-                self._jobs[id_] = _NodeJob(task)
+                self._jobs[id_] = NodeJob(task)
             self._jobs[id_].task, self._jobs[id_].is_over = task, False
         for id_, job in self._jobs.items():
             if id_ not in tasks:
@@ -169,15 +176,14 @@ class Jobs:
         """Start processes that tasks need, end those that no task needs, and note which have ended."""
         for job in self._jobs.values():
             self._look_at_coordinator(job)
-            self._note_ends(job)
-            self._look_at_members(job)
+            self.look_at_processes(job)
         self._jobs = {
             id_: job for id_, job in self._jobs.items() if not job.is_over or job.has_processes
         }
 
     # -- the coordinator -------------------------------------------------------------------------
 
-    def _look_at_coordinator(self, job: _NodeJob) -> None:
+    def _look_at_coordinator(self, job: NodeJob) -> None:
         task = job.task
         if job.coordinator is None:
             is_new = task.attempt > job.attempt
@@ -193,7 +199,7 @@ class Jobs:
         elif not job.wants_coordinator or task.attempt > job.attempt:
             job.coordinator.stop(2 * self._place.grace_s)
 
-    def _start_coordinator(self, job: _NodeJob) -> None:
+    def _start_coordinator(self, job: NodeJob) -> None:
         task, place = job.task, self._place
         job.attempt, job.last_lines, job.reported_address = task.attempt, [], None
         options = [
@@ -212,7 +218,7 @@ class Jobs:
             code = USAGE if lasts else run_exit(RunFacts(stopped_by=str(error))).code
             self._report(job, code=code, why=str(error))
 
-    def _hear(self, job: _NodeJob, line: str) -> None:
+    def _hear(self, job: NodeJob, line: str) -> None:
         """Handle a line of the coordinator: its address, a report of a host, or at its end the reason."""
         try:
             report = fitness.from_line(line)
@@ -229,7 +235,7 @@ class Jobs:
             self._report(job, address=job.reported_address)
 
     def _report(
-        self, job: _NodeJob, address: str | None = None, code: int | None = None, why: str = ""
+        self, job: NodeJob, address: str | None = None, code: int | None = None, why: str = ""
     ) -> None:
         name, attempt = job.task.job, job.attempt
         self._send(
@@ -240,7 +246,7 @@ class Jobs:
         with self._reporting:
             self._reports.append(report)
 
-    def _report_node(self, job: _NodeJob, report: fitness.HostReport) -> None:
+    def _report_node(self, job: NodeJob, report: fitness.HostReport) -> None:
         """Pass on what the coordinator reports of a host, which is one process of a job on a node."""
         node = report.host.rpartition(":")[0]
         if re.fullmatch(NAME, node) is None:
@@ -257,7 +263,12 @@ class Jobs:
 
     # -- the processes ---------------------------------------------------------------------------
 
-    def _note_ends(self, job: _NodeJob) -> None:
+    def look_at_processes(self, job: NodeJob) -> None:
+        """Start and end processes of a job; here as children. A subclass may run them elsewhere."""
+        self._note_ends(job)
+        self._look_at_members(job)
+
+    def _note_ends(self, job: NodeJob) -> None:
         """Remove the processes that have ended, and set the time at which each may start again."""
         for group, member in list(job.members.items()):
             code = member.process.code()
@@ -271,9 +282,8 @@ class Jobs:
             wait_s = min(2.0**count, LONGEST_BACKOFF_S) if count else 1.0
             job.failures[group] = count, self._clock.now() + wait_s
 
-    def _look_at_members(self, job: _NodeJob) -> None:
-        task, now_s = job.task, self._clock.now()
-        address = task.address if task.runs and not job.is_over else None
+    def _look_at_members(self, job: NodeJob) -> None:
+        task, now_s, address = job.task, self._clock.now(), job.address
         wanted = set[tuple[int, ...]]()
         if address is not None:
             wanted = set(groups(task.devices, task.devices_per_process))
@@ -288,7 +298,7 @@ class Jobs:
                 assert address is not None  # or no group would be wanted
                 self._start_member(job, group, address)
 
-    def _start_member(self, job: _NodeJob, group: tuple[int, ...], address: str) -> None:
+    def _start_member(self, job: NodeJob, group: tuple[int, ...], address: str) -> None:
         name = f"{self._place.node}:{group[0]}"
         options = [
             *("agent", "--secret-stdin", "--name", name),
@@ -307,7 +317,7 @@ class Jobs:
             job.members[group] = _Member(process, address)
 
     def _hear_member(
-        self, job: _NodeJob, group: tuple[int, ...], name: str, address: str, line: str
+        self, job: NodeJob, group: tuple[int, ...], name: str, address: str, line: str
     ) -> None:
         """Handle a line of an agent, which may say that the job does not need it any more."""
         job.lines.add(line)
@@ -320,7 +330,7 @@ class Jobs:
         return not taken & set(group)
 
     def _start(
-        self, job: _NodeJob, options: Sequence[str], on_line: Callable[[str], None]
+        self, job: NodeJob, options: Sequence[str], on_line: Callable[[str], None]
     ) -> Process:
         """Start `jaxgoodput` with these options and the job's command. Raises OSError.
 
