@@ -88,8 +88,6 @@ class StreamSource(Source):
         ahead_samples: int = 0,
     ):
         self.dataset = stream
-        self.is_live = is_live
-        """Whether it is never set back."""
         self._ahead_samples = ahead_samples if is_live else ENDLESS
         self._is_batched = is_batched
         self._iterator = iter(stream)
@@ -102,8 +100,9 @@ class StreamSource(Source):
         self._next = 0  # place of the next sample from the iterator
         self._num_since = 0  # items that were read since the newest state
         self._released = 0  # samples before this place are forgotten
-        self._failed: RuntimeError | None = None
-        self._has_ended = False  # some begin anew if they are asked once more
+        # Why nothing more can be read. Kept, because some begin anew if they are asked once more, and a
+        # generator that has raised would seem to be at its end.
+        self._over: RuntimeError | StopIteration | None = None
         self._reading = threading.Lock()
         self._lock = threading.Lock()  # guards the states
         self._has_begun = self._draws_anew = False  # what `begin` found out
@@ -140,20 +139,18 @@ class StreamSource(Source):
             if self._next < first + count and self._next > self._states[-1].place:
                 state = None if self._states[-1].replays else self._state()
             while self._next < first + count:
-                if (
-                    self._failed is not None
-                ):  # a generator that has raised would seem to be at its end
-                    raise self._failed
-                if self._has_ended:
+                if isinstance(self._over, RuntimeError):
+                    raise self._over
+                if self._over is not None:
                     break
                 try:
                     item = next(self._iterator)
-                except StopIteration:
-                    self._has_ended = True
+                except StopIteration as end:
+                    self._over = end
                     break
                 except Exception as error:
-                    self._failed = RuntimeError(failure(f"sample {self._next}", error))
-                    raise self._failed from error
+                    self._over = RuntimeError(failure(f"sample {self._next}", error))
+                    raise self._over from error
                 item = self._taken_in(item)
                 if self._num_samples(item):  # else the state is that of the batch behind it
                     self._remember(item, state)
@@ -194,11 +191,11 @@ class StreamSource(Source):
             count = len(leaves[0]) if leaves and leaves[0].ndim else 0
             self._kind = check_same_kind(rows, self._kind, count)
         except (TypeError, ValueError) as error:
-            self._failed = RuntimeError(
+            self._over = RuntimeError(
                 f"the batch that begins with sample {self._next} of the stream {self._name} cannot be taken "
                 f"apart: {error}"
             )
-            raise self._failed from error
+            raise self._over from error
         return rows
 
     def _rows(self, item: Any, first: int, end: int) -> PyTree[np.ndarray]:
@@ -296,9 +293,13 @@ class StreamSource(Source):
                 self._set_back(saved)
                 self._items, self._next = {}, saved.place
             self._released = saved.place
-            self._has_ended = False
             with self._lock:
-                self._states, self._failed = [saved], None
+                self._states, self._over = [saved], None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is never set back."""
+        return self._ahead_samples < ENDLESS
 
     def may_read_ahead(self, num_samples: int) -> bool:
         """Whether so many samples may be read before they are used."""
