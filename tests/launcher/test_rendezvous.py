@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import random
 
 import pytest
@@ -13,6 +14,7 @@ from jaxgoodput.launcher.elastic import rendezvous as rv
 from jaxgoodput.launcher.elastic.fitness import Check, Pace
 from jaxgoodput.launcher.elastic.state import Limits, Rendezvous, Stage
 
+GRACE_S = 30.0
 FAST = Limits(
     least=1,
     most=4,
@@ -68,6 +70,12 @@ class World:
         self.is_silent = True  # what is sent over a cut link is lost, and neither side hears of it
         self.tries = []
         self.saved = -1
+        self.kills_s = math.inf  # when agents kill workers that have been told to stop and are left
+
+    def stop(self):
+        """The coordinator tells all; agents give their workers a grace period, at the end of which they go."""
+        self.kills_s = self.now_s + GRACE_S
+        self.happen(ev.Stop())
 
     def happen(self, event):
         self.now_s += 1e-6  # no two events at once
@@ -248,7 +256,9 @@ class World:
                 self.tries.remove((at_s, name, members, asked_s))
                 self.answer(name, members, asked_s)
         for process in self.living():
-            if process.name in self.stopped:
+            if self.now_s >= self.kills_s:
+                self.end(process, -9)
+            if process.name in self.stopped or process.state == "dead":
                 continue
             if process.state == "starting" and self.now_s >= process.starts_s:
                 self.wait(process)
@@ -424,7 +434,7 @@ def stopped(seed, least, num_hosts, group_size):
         if i == stops_at:
             # What only dead processes have done is lost in any case.
             done = max([p.step for p in living if p.state != "starting"], default=-1)
-            world.happen(ev.Stop())
+            world.stop()
         elif fault < 0.15 and living:
             world.end(rng.choice(living), -9)
         elif fault < 0.2 and living:
