@@ -73,7 +73,7 @@ class World:
         self.kills_s = math.inf  # when agents kill workers that have been told to stop and are left
 
     def stop(self):
-        """The coordinator tells all; agents give their workers a grace period, at the end of which they go."""
+        """The coordinator tells all; agents kill the workers that are left after a grace period."""
         self.kills_s = self.now_s + GRACE_S
         self.happen(ev.Stop())
 
