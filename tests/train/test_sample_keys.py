@@ -1,6 +1,7 @@
 """With `keys="sample"`, losses with dropout and augmentation do not depend on how batches are split."""
 
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -24,11 +25,12 @@ NUM_STEPS = 9  # two epochs, 8 batches and a last one of 8 samples, which 3 repl
 
 
 class Losses(jg.Hook):
-    """Keeps the loss of every step by its number, and the largest block; asks for a stop after a step."""
+    """Keeps the loss of every step by its number; asks for a stop after a step."""
 
     def __init__(self, stop_at=None):
         self.by_step = {}
         self.stop_at = stop_at
+        self.trainer: Any = None
 
     def on_step_end(self, event, /):
         self.by_step[event.step] = event.metrics["loss"]
@@ -46,6 +48,9 @@ class Dropped(Mean):
 
     def __init__(self, config, **options):
         super().__init__(config, **{"data": rows(), "width": WIDTH, **options})
+
+    def init(self, key):
+        return {"w": jnp.ones(WIDTH)}  # with zeros, the random numbers would not show in the first loss
 
     def loss(self, params, batch, key):
         return jax.vmap(partial(self.of_one, params))(batch["x"], key)
