@@ -50,7 +50,9 @@ class Dropped(Mean):
         super().__init__(config, **{"data": rows(), "width": WIDTH, **options})
 
     def init(self, key):
-        return {"w": jnp.ones(WIDTH)}  # with zeros, the random numbers would not show in the first loss
+        return {
+            "w": jnp.ones(WIDTH)
+        }  # with zeros, the random numbers would not show in the first loss
 
     def loss(self, params, batch, key):
         return jax.vmap(partial(self.of_one, params))(batch["x"], key)
@@ -178,7 +180,7 @@ class Ordered(Dropped):
 
     def dataset(self):
         x = self.data["x"]
-        return jg.stream(lambda number: iter({"x": row} for row in x))
+        return jg.stream(lambda number: [{"x": row} for row in x], passes=None)
 
 
 @pytest.mark.slow
