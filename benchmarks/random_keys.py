@@ -37,7 +37,7 @@ AT_MOST = 1e-6
 SECRET = "of a benchmark"
 WIDTH, BASE, NUM_SAMPLES, EPOCHS = 16, 24, 251, 6
 NUM_STEPS = -(-EPOCHS * NUM_SAMPLES // BASE)  # four replicas have to pad the last one
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 SPLIT = ("batch.micro=[1, 3]", "tuning.accumulate=true")
 LEASES = ("batch.micro=[1, 2]", "tuning.accumulate=true", "execution.leases=true")
 ONE = "1 device"
@@ -224,7 +224,8 @@ def resized(out: pathlib.Path, way: Way, settings: Sequence[str]) -> None:
     paced = (*settings, "paced=1.5")
     arguments = ("--rdzv-endpoint", "127.0.0.1:0", "--local-hosts", "0", "--admit-every-s", "1")
     with launched(out, paced, "run", "--nnodes", "1:3", *arguments) as job:
-        address = job.wait_for("the job is at ").split("the job is at ")[1].split(",")[0]
+        told = job.wait_for("the job is at ", limit_s=LIMIT_S)
+        address = told.split("the job is at ")[1].split(",")[0]
 
         def agent(name: str) -> Job:
             return launched(out, paced, "agent", "--name", name, "--rdzv-endpoint", address)

@@ -1,6 +1,7 @@
 """With `keys="sample"`, losses with dropout and augmentation do not depend on how batches are split."""
 
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -24,11 +25,12 @@ NUM_STEPS = 9  # two epochs, 8 batches and a last one of 8 samples, which 3 repl
 
 
 class Losses(jg.Hook):
-    """Keeps the loss of every step by its number, and the largest block; asks for a stop after a step."""
+    """Keeps the loss of every step by its number; asks for a stop after a step."""
 
     def __init__(self, stop_at=None):
         self.by_step = {}
         self.stop_at = stop_at
+        self.trainer: Any = None
 
     def on_step_end(self, event, /):
         self.by_step[event.step] = event.metrics["loss"]
@@ -46,6 +48,11 @@ class Dropped(Mean):
 
     def __init__(self, config, **options):
         super().__init__(config, **{"data": rows(), "width": WIDTH, **options})
+
+    def init(self, key):
+        return {
+            "w": jnp.ones(WIDTH)
+        }  # with zeros, the random numbers would not show in the first loss
 
     def loss(self, params, batch, key):
         return jax.vmap(partial(self.of_one, params))(batch["x"], key)
@@ -161,7 +168,7 @@ def test_what_a_data_set_repeats_has_other_random_numbers(tmp_path):
             return jg.Loss.of(each, spread=(each - each.mean()) ** 2)
 
     seen = []
-    hook = jg.Every(1, lambda event: seen.append(event.metrics["spread"]))
+    hook = jg.Every(lambda event: seen.append(event.metrics["spread"]), steps=1)
     limits = jg.BatchLimits(base=BASE, max=BASE)
     made = config(tmp_path, batch=limits, keys="sample", epochs=1)
     Each(made, data=Repeating(), hooks=[hook], devices=jax.devices()[:1]).fit()
@@ -173,7 +180,7 @@ class Ordered(Dropped):
 
     def dataset(self):
         x = self.data["x"]
-        return jg.stream(lambda number: iter({"x": row} for row in x))
+        return jg.stream(lambda number: [{"x": row} for row in x], passes=None)
 
 
 @pytest.mark.slow
