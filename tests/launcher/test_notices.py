@@ -8,6 +8,7 @@ import queue
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxgoodput.clock import SystemClock
-from jaxgoodput.launcher.elastic.agent import AgentSettings, HostWorkers
+from jaxgoodput.launcher.elastic.agent import AgentSettings, HostWorkers, run_agent
 from jaxgoodput.launcher.notices import exchange, metadata, watch
 from jaxgoodput.launcher.notices.metadata import QUERIES, Answer, NoticeReading, Question
 from jaxgoodput.launcher.notices.notice import (
@@ -407,3 +408,15 @@ def test_a_file_is_a_notice_once_it_is_there(text, within_s, says, tmp_path, mon
         written.rename(path)
         notice = events.get(timeout=20.0)
         assert notice.within_s == within_s and says in str(notice) and str(path) in str(notice)
+
+
+def test_a_notice_while_no_coordinator_answers_ends_the_agent(tmp_path, capfd):
+    (tmp_path / "going").write_text("20")
+    settings = AgentSettings(
+        address="127.0.0.1:1",
+        secret="of these tests",
+        name="a",
+        notices=NoticeSettings((FileSource(str(tmp_path / "going")),)),
+    )
+    assert run_agent([sys.executable, __file__], settings, clock=SystemClock()) == 143
+    assert "no coordinator answers" not in capfd.readouterr().err, "it does not try for 60 s first"
