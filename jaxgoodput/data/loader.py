@@ -33,7 +33,7 @@ from jaxgoodput.data.micro_batches import (
 )
 from jaxgoodput.data.read_ahead import ReadAhead
 from jaxgoodput.data.sources import Source
-from jaxgoodput.data.streams import StreamState
+from jaxgoodput.data.streams import StreamSource, StreamState
 from jaxgoodput.goodput.search import BatchConfig
 
 CLOSE_TIMEOUT_S = 10.0
@@ -152,7 +152,7 @@ class Loader:
             self._reader, num_batches=prefetch, position=Position(cursor), sharding=sharding
         )
         self._end: int | None = None  # samples of the run up to its end, from its first epoch on
-        if max_samples is not None and not self._reader.is_stream:
+        if max_samples is not None and not isinstance(source, StreamSource):  # one may end before
             self._end = cursor.num_samples(len(source)) + max_samples
         self._num_ahead = prefetch
         self._clock = clock

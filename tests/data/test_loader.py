@@ -439,6 +439,39 @@ def test_what_is_no_whole_batch_is_left_out_where_that_is_asked_for(config):
     assert loader.cursor == batches[-1].after
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    size=st.integers(1, 40),
+    begin=st.integers(0, 90),
+    total=st.integers(1, 90),
+    drops=st.booleans(),
+    in_parts=st.booleans(),
+)
+def test_what_is_left_after_a_batch_is_what_is_handed_out_after_it(
+    size, begin, total, drops, in_parts
+):
+    cursor = Cursor(0).later(begin, size)
+    config = config_of(2, 2, num_replicas=1)
+    with loader_of(numbers(size), cursor=cursor, max_samples=total, drop_last=drops) as loader:
+        batches = []
+        leases = itertools.count()
+        while (
+            batch := loader.next_in_parts(config, lambda: next(leases))
+            if in_parts
+            else loader.next(config)
+        ) is not None:
+            batches.append(batch)
+        counts = [batch.num_samples for batch in batches]
+        left = [loader.samples_left(batch) for batch in batches]
+    assert left == [sum(counts[i + 1 :]) for i in range(len(counts))]
+    assert sum(counts) == (total - total % config.global_batch_size if drops else total)
+
+
+def test_without_an_end_it_is_not_known_how_much_is_left():
+    with loader_of(numbers(10)) as loader:
+        assert loader.samples_left(step(loader, config_of(1))) is None
+
+
 def test_weighted_means_over_padded_batches_are_those_of_the_samples():
     values = np.random.default_rng(0).random(30)
     with loader_of({"x": values}, 2, max_samples=30) as loader:
