@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
@@ -363,21 +363,29 @@ class Scene:
     def text(self) -> str:
         return self.output.read_text(errors="replace") if self.output.exists() else ""
 
-    def _until(self, look) -> str:
+    def _until(self, look: Callable[[], str], *, may_end: bool = False) -> str:
+        """Return what `look` returns as soon as it is not empty; "" if the job ends before and `may_end`."""
         give_up = time.monotonic() + START_S
         while not (found := look()):
-            if self.children[self.judged].poll() is not None or time.monotonic() > give_up:
+            has_ended = self.children[self.judged].poll() is not None
+            if has_ended and may_end:
+                break
+            if has_ended or time.monotonic() > give_up:
                 raise RuntimeError(f"{self.row}:\n{self.text()[-4000:]}")
             time.sleep(0.01)
         return found
 
     def act(self) -> None:
-        """Send the signals of the row, each at its moment."""
-        most = 2 if self.row.launch in ("pair", "hosts") else 1
+        """Send the signals of the row, each at its moment; none if the job ends before a later moment."""
         for act in self.row.acts:
-            if act.at != "moment":
-                most = 1
-            self._until(lambda at=act.at, n=most: len(list(self.folder.glob(f"{at}.*"))) >= n)
+            is_first = act.at == "moment"
+            count = 2 if is_first and self.row.launch in ("pair", "hosts") else 1
+
+            def look(at: str = act.at, count: int = count) -> str:
+                return "there" if len(list(self.folder.glob(f"{at}.*"))) >= count else ""
+
+            if not self._until(look, may_end=not is_first):
+                return
             time.sleep(act.after_s)
             with contextlib.suppress(ProcessLookupError):
                 self._send(act)

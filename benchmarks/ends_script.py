@@ -161,7 +161,10 @@ class Ended(Trainer):
             self.mark()
 
     def init(self, key):
-        return {"w": jnp.zeros(8), "ballast": jnp.zeros(10**5)}
+        return {
+            "w": jnp.zeros(8),
+            "ballast": jax.random.normal(key, (10**5,)),
+        }  # not to be compressed
 
     def loss(self, params, batch, key):
         x = batch["x"]

@@ -28,7 +28,7 @@ from jaxgoodput.launcher.elastic.listener import Listener
 VARIABLE = "JAXGOODPUT_ROLL_CALL"
 CONNECT_S = 600.0  # default time for a started process to join; a container may be fetched first
 _ANSWER_S = 10.0  # of the launcher, which is on the same host
-_LAST_WORD_S = 5.0  # for a worker's last report to arrive after its wrapper has ended
+_LAST_WORD_S = 20.0  # for a worker's last report to arrive after its command has ended
 
 HOW_TO_JOIN = (
     "A script joins when it first uses jaxgoodput.Trainer, or calls jaxgoodput.initialize(). Any other "

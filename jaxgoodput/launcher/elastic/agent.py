@@ -146,9 +146,9 @@ def run_agent(command: Sequence[str], part: AgentSettings, *, clock: Clock) -> i
                 code = agent.run()
                 if code is not None:
                     return code
-                why, lost_step = "it has gone", max(lost_step, agent.lost_step)
+                why = "it has gone"
                 if agent.was_accepted:
-                    deadline_s = clock.now() + part.reconnect_s
+                    deadline_s, lost_step = clock.now() + part.reconnect_s, agent.lost_step
             if clock.now() >= deadline_s:
                 where = part.address if given.join_file is None else f"what {given.join_file} says"
                 say(
