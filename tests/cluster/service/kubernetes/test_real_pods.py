@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.multihost, pytest.mark.slow]
 
 ENVIRON = {"JAX_PLATFORMS": "cpu", **compilations.JOBS}
 OPTIONS = ManifestOptions(
-    name="cluster", image="me/mine", jobs="pods", num_nodes=1, num_devices=4, kind="cpu", resource=""
+    name="cluster", image="me/mine", jobs="pods", num_nodes=1, num_devices=2, kind="cpu", resource=""
 )  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def agent_of(service, cluster, folder):
     (folder / "pod.json").write_text(json.dumps(manifests.pod_template(OPTIONS)))
     command = [
         *(sys.executable, "-m", "jaxgoodput.cli", "node", "--folder", str(service.folder)),
-        *("--name", "pool", "--devices", "4", "--kind", "cpu", "--address", "127.0.0.1"),
+        *("--name", "pool", "--devices", "2", "--kind", "cpu", "--address", "127.0.0.1"),
         *("--hints-s", "1", "--pods", str(folder / "pod.json"), "--owner", "cluster-pods"),
         *("--api", cluster.url, "--api-credentials", str(credentials)),
     ]
@@ -112,11 +112,11 @@ def test_jobs_as_pods_grow_shrink_and_survive_a_drain_with_each_sample_applied_o
             service.until(holds, f"{job.name} has not {number} processes", limit_s=300.0)
             job.wait_for_step(2)
 
-        jobs = {"a": real_jobs.Job(service, tmp_path, "a", "--min", "2", "--max", "4", epochs=600)}
-        has(jobs["a"], 4)  # it begins with 2
-        jobs["b"] = real_jobs.Job(service, tmp_path, "b", "--min", "2", "--max", "2", epochs=600)
-        has(jobs["b"], 2)
-        has(jobs["a"], 2)  # it has made room
+        jobs = {"a": real_jobs.Job(service, tmp_path, "a", "--max", "2", epochs=600)}
+        has(jobs["a"], 2)  # it begins with one process
+        jobs["b"] = real_jobs.Job(service, tmp_path, "b", "--max", "1", epochs=600)
+        has(jobs["b"], 1)
+        has(jobs["a"], 1)  # it has made room
 
         evicted = cluster.drain("m0")
         assert evicted
@@ -124,7 +124,7 @@ def test_jobs_as_pods_grow_shrink_and_survive_a_drain_with_each_sample_applied_o
         cluster.store.forget()
         cluster.serve()
         for job in jobs.values():
-            has(job, 2)
+            has(job, 1)
             job.hurry()
         for job in jobs.values():
             job.wait_for_end()
