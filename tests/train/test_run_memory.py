@@ -283,7 +283,9 @@ def spot_pool(folder, clock, *, seconds, seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "hours", [0.5, pytest.param(24.0, marks=pytest.mark.nightly)], ids=["half an hour", "day"]
+    "hours",
+    [0.5, pytest.param(24.0, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])],
+    ids=["half an hour", "day"],
 )
 def test_checkpoints_and_evaluations_come_as_often_as_configured_on_hosts_that_change(
     tmp_path, hours

@@ -254,7 +254,7 @@ def links_tried(turn: Turn, event: ev.LinksTried) -> None:
         if name in members:
             cuts.pop((member.host, members[name].host), None)
     for other in (members[name] for name in event.unreached if name in members):
-        if other.host != member.host and _lives(turn, other, member.asked_s):
+        if other.host != member.host and _lives(turn, other, member.asked_again_s):
             cuts[member.host, other.host] = turn.now_s
         else:
             is_open = True
@@ -397,8 +397,10 @@ def ask_for_links(turn: Turn, names: Iterable[str]) -> None:
         member = turn.state.members[name]
         if not member.is_trying or turn.now_s - member.asked_s >= fitness.ATTEMPTS_S:
             asked.setdefault(member.host, name)
-            if asked[member.host] == name and not member.is_trying:
-                turn.change_process(name, is_trying=True, asked_s=turn.now_s)
+            if asked[member.host] == name:
+                asked_s = member.asked_s if member.is_trying else turn.now_s
+                told = {"asked_s": asked_s, "asked_again_s": turn.now_s}
+                turn.change_process(name, is_trying=True, **told)
     if len(asked) > 1:
         turn.act(ev.TryLinks(tuple(asked.values())))
 

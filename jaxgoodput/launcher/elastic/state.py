@@ -137,7 +137,9 @@ class KnownProcess:
     is_trying: bool = False
     """Whether it was asked to try to reach others, and has not answered."""
     asked_s: float = 0.0
-    """When it was asked last, while it did not try already."""
+    """When it was asked first of those times that it has not answered; or of those that it answered last."""
+    asked_again_s: float = 0.0
+    """When it was asked last. What it answers is from then on: an attempt takes less than the time between."""
     tried_s: float = 0.0
     """When it answered last."""
     hung_up_on: tuple[str, ...] = ()
