@@ -249,11 +249,18 @@ def test_numbered_rows_tell_the_epoch_and_the_index_of_their_samples(
 ):
     """Also of padding, which repeats a sample, and of parts that a process leases."""
     cursor = Cursor(0, *first)
-    options = dict(cursor=cursor, shuffle=shuffle, max_samples=max_samples, numbered=True)
     of_processes = []
     for index in range(process_count):
-        own = dict(process_index=index, process_count=process_count)
-        with loader_of(numbers(size), on_host=lambda x: x["id"], **own, **options) as loader:
+        with loader_of(
+            numbers(size),
+            cursor=cursor,
+            shuffle=shuffle,
+            max_samples=max_samples,
+            process_index=index,
+            process_count=process_count,
+            on_host=lambda x: x["id"],
+            numbered=True,
+        ) as loader:
             of_processes.append(drain(loader, configs))
     found = []  # epochs of samples, in order
     for micro_batches in zip(*map(micro_batches_of, of_processes), strict=True):

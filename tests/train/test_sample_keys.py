@@ -54,7 +54,7 @@ class Dropped(Mean):
             "w": jnp.ones(WIDTH)
         }  # with zeros, the random numbers would not show in the first loss
 
-    def loss(self, params, batch, key):
+    def loss(self, params, batch, key) -> Any:
         return jax.vmap(partial(self.of_one, params))(batch["x"], key)
 
     def of_one(self, params, x, key):
@@ -71,7 +71,7 @@ class OneKey(Dropped):
         return super().loss(params, batch, jax.random.split(key, len(batch["x"])))
 
 
-def losses(folder, make=Dropped, *, stop_at=None, num_devices=1, options=None, **settings):
+def losses(folder, make: Any = Dropped, *, stop_at=None, num_devices=1, options=None, **settings):
     """The losses of a run by step; of the first part of a run with `stop_at`."""
     hook = Losses(stop_at)
     settings = {
@@ -289,10 +289,11 @@ class OfModel(Mean):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_of_flax_have_the_same_losses(tmp_path, kind):
-    options = {"options": {"model": KINDS[kind]()}}
-    wanted = losses(tmp_path / "one", OfModel, **options)
+    options = {"model": KINDS[kind]()}
+    wanted = losses(tmp_path / "one", OfModel, options=options)
     assert len(set(wanted.values())) == len(wanted)
-    check_same(losses(tmp_path / "other", OfModel, num_devices=3, **options), wanted)
+    found = losses(tmp_path / "other", OfModel, num_devices=3, options=options)
+    check_same(found, wanted)
 
 
 # -- before the first step ---------------------------------------------------------------------------
@@ -332,7 +333,7 @@ def test_a_loss_that_takes_the_keys_for_one_is_told_what_to_write(tmp_path):
 def test_strategies_are_compared_with_the_same_loss(tmp_path):
     task = Dropped(config(tmp_path, keys="sample"))
     found = list(outlooks(task, task.config, jax.devices()[:2], (jg.Strategy(data=2),), budget=1e9))
-    assert [type(x) for x in found] == [Outlook] and found[0].fits
+    assert [isinstance(x, Outlook) and x.fits for x in found] == [True]
 
 
 @pytest.mark.slow
