@@ -1,10 +1,14 @@
 """Hosts leave before a run ends if the rest of it does not need them: laws of the decision, and real jobs."""
 
+import contextlib
 import dataclasses
 import itertools
 import re
+import sys
 
 import elastic_worker
+import paced_worker
+import processes
 import pytest
 import test_elastic
 import test_rendezvous
@@ -418,16 +422,46 @@ PATIENT = ("--silent-s", "60")  # a busy machine must not look like a broken one
 
 @pytest.mark.slow
 @pytest.mark.multihost
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("split", "slow"), [("even", ("x3", "x6")), ("leased", ("x6", "x12"))], ids=lambda x: str(x)
+)
+def test_slow_hosts_leave_with_exit_code_0_and_the_job_ends(split, slow):
+    """Real coordinator, agents and processes, whose steps are pauses."""
+    names = ("a", "b", *slow)
+    arguments = ("800", split, ",".join(names))
+    command = ["--", "python", paced_worker.__file__, *arguments]
+    with contextlib.ExitStack() as stack:
+
+        def start(*options):
+            cli = [sys.executable, "-m", "jaxgoodput.cli", *options, *PATIENT, *command]
+            secret = {"JAXGOODPUT_SECRET": test_elastic.SECRET}
+            return stack.enter_context(processes.Job(cli, secret))
+
+        options = ("--nnodes", "1:4", "--local-hosts", "0", "--join-s", "120")
+        job = start("run", "--rdzv-endpoint", "127.0.0.1:0", "--exclude-slow", "0", *options)
+        told = job.wait_for("the job is at ").split("the job is at ")[1].split(",")[0]
+        agents = {n: start("agent", "--name", n, "--rdzv-endpoint", told) for n in names}
+        assert job.wait(limit_s=600.0).code == 0, job.text()
+        gone = set(re.findall(r"jaxgoodput: (\w+) is released: ", job.text()))
+        assert slow[-1] in gone <= set(slow), job.text()
+        for name, agent in agents.items():
+            finished = agent.wait()
+            assert finished.code == 0, finished
+            is_told = f"{name} is released: the remaining" in finished.out + finished.err
+            assert is_told == (name in gone), finished
+        assert job.text().count("has joined") == len(names), "none has come again"
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.multihost
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("slow", "settings"),
     [
         (("x3", "x6"), ()),
-        pytest.param(
-            ("x6", "x12"),
-            ("execution.leases=true", "batch.micro=[1, 1]"),
-            marks=pytest.mark.nightly,
-        ),
+        (("x6", "x12"), ("execution.leases=true", "batch.micro=[1, 1]")),
     ],
     ids=["even", "leased"],
 )

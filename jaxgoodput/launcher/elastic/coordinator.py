@@ -195,7 +195,8 @@ class Coordinator:
             return
         del self._agents[host]
         known.close()
-        say(f"{host} has left: {why}")
+        is_planned = channel is not None and host in self._state.leaving
+        say(f"{host} has left{', as planned' if is_planned else f': {why}'}")
         for name, member in list(self._state.members.items()):
             if member.host == host:
                 self._exited(ev.ProcessExited(name, -9))
