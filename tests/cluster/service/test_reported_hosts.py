@@ -44,6 +44,7 @@ class Host:
             message = messages.decoded(body, kinds)
             if isinstance(message, kind):
                 return message
+            assert not isinstance(message, ev.Refuse), message.why
         raise AssertionError(f"the coordinator has ended before it sent a {kind.__name__}")
 
     def say(self, message):
