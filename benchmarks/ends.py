@@ -336,13 +336,13 @@ class Scene:
 
     def _start_hosts(self, run: list[str], script: list[str], names: Sequence[str]) -> None:
         options = ["--nnodes", f"1:{len(names)}", "--local-hosts", "0", "--join-s", "60"]
-        options += ["--rdzv-endpoint", "127.0.0.1:0", "--silent-s", "5"]
+        options += ["--rdzv-endpoint", "127.0.0.1:0"]
         self.start("job", [*run, *options, "--", *script])
         text = self.wait_for("the job is at ")
         address = text.split("the job is at ")[1].split(",")[0]
         for name in names:
             agent = [sys.executable, "-m", "jaxgoodput.cli", "agent", "--name", name]
-            agent += ["--rdzv-endpoint", address, "--reconnect-s", "4", "--silent-s", "5"]
+            agent += ["--rdzv-endpoint", address, "--reconnect-s", "4"]
             agent += ["--grace-s", str(GRACE_S)]
             self.start(f"agent {name}", [*agent, "--", *script])
 
@@ -421,7 +421,8 @@ def done_in(folder: pathlib.Path) -> int:
 def repair(folder: pathlib.Path) -> None:
     """Make the disk writable again, as a restart finds it."""
     checkpoints = folder / "run" / "checkpoints"
-    while os.path.ismount(checkpoints):
+    # A folder that is mounted on itself does not look like a mount to `os.path.ismount`.
+    while f" {checkpoints} " in pathlib.Path("/proc/mounts").read_text():
         subprocess.run(["umount", str(checkpoints)], check=True)
     if checkpoints.is_file():
         checkpoints.unlink()

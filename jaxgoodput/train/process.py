@@ -512,7 +512,9 @@ def _heeded(guard: StopGuard, requests: Requests, clock: Clock) -> Iterator[None
         signal.raise_signal(heard[0])
 
 
-def _stay_deaf(before: dict[int, Any], heard: list[int], clock: Clock, *, until_s: float) -> None:
+def _stay_deaf(
+    before: dict[signal.Signals, Any], heard: list[int], clock: Clock, *, until_s: float
+) -> None:
     """Ignore repeated stop signals while the process ends, in place of Python's own handlers in `before`.
 
     Schedulers and launchers repeat themselves, and the process would end by the second signal instead of with
