@@ -257,12 +257,13 @@ def manifests(options) -> int:
     """Carry out the command `jaxgoodput manifests`; return its exit code."""
     from jaxgoodput.cluster.service.kubernetes import folder
     from jaxgoodput.cluster.service.kubernetes.manifests import ManifestOptions
-    from jaxgoodput.cluster.service.kubernetes.pods import PodPlace, toleration
+    from jaxgoodput.cluster.service.kubernetes.pods import PodPlace
 
     resource = options.resource
     if resource is None:
         resource = "" if options.kind == "cpu" else "nvidia.com/gpu"
-    tolerations = options.toleration or ([toleration(resource)] if resource else [])
+    own = {"key": resource, "operator": "Exists"}  # the usual taint of machines with such devices
+    tolerations = options.toleration or ([own] if resource else [])
     try:
         wanted = ManifestOptions(
             name=options.cluster,

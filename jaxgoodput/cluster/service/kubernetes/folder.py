@@ -67,8 +67,8 @@ def _claim(folder: pathlib.Path, wanted: ManifestOptions) -> None:
     owner, name = folder / OWNER, f"{wanted.namespace}/{wanted.name}\n"
     if owner.exists() and owner.read_text() != name:
         raise ValueError(
-            f"--out {folder} holds the secrets of the cluster {owner.read_text().strip()}, not of "
-            f"{name.strip()}. Choose another folder."
+            f"--out {folder} holds the secrets of the cluster {owner.read_text().strip()} (--namespace/"
+            f"--cluster), not of {name.strip()}. Choose another folder."
         )
     folder.mkdir(parents=True, exist_ok=True)
     owner.write_text(name)

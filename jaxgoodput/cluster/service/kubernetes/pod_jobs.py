@@ -136,9 +136,9 @@ class Workloads:
                     self._copy.put(self._api.patch(path, resized(found, group.num_pods)))
                     logging.info("%s: resized to %d pods", name, group.num_pods)
                 case DeleteWorkload(name, uid, why):
+                    self._not_before_s[name] = self._clock.now() + AGAIN_S
                     self._copy.put(self._api.delete(path, uid))
                     logging.info("%s: deleted, because %s", name, why)
-                    self._not_before_s[name] = self._clock.now() + AGAIN_S
         except ApiRefused as error:
             if error.status == NOT_FOUND and not isinstance(change, CreateWorkload):
                 self._copy.remove(change.name)

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxgoodput._fields.typed import shortened
+
 CONTAINER = "jaxgoodput"
 SCRATCH = "/tmp"  # the only folder of the image that can be written to
 SHARED_MEMORY = "/dev/shm"
@@ -27,12 +29,12 @@ class PodSize:
     """Number of devices by resource, such as {"nvidia.com/gpu": 8}."""
 
     def __post_init__(self):
-        for name in ("cpu", "memory", "shared_memory"):
-            value = getattr(self, name)
+        given = {"--cpu": self.cpu, "--memory": self.memory, "--shm": self.shared_memory}
+        for flag, value in given.items():
             if re.fullmatch(_QUANTITY, value) is None:
                 raise ValueError(
-                    f"{name}={value!r} is not a Kubernetes quantity. Write a number with a unit if it needs "
-                    "one, such as 4, 500m or 16Gi."
+                    f"{flag} {shortened(value)} is not a Kubernetes quantity. Write a number, "
+                    "with a unit if it needs one, such as 4, 500m or 16Gi."
                 )
 
     @property

@@ -207,7 +207,7 @@ def test_secrets_are_for_their_owner_alone_and_stay_when_written_again(tmp_path)
         assert operator not in text and "PRIVATE" not in text
     folder.write(tmp_path, wanted(num_nodes=5, jobs="pods"))
     assert {path: path.read_bytes() for path in private} == before
-    with pytest.raises(ValueError, match="default/cluster.*Choose another folder"):
+    with pytest.raises(ValueError, match="default/cluster .*Choose another folder"):
         folder.write(tmp_path, wanted(name="other"))
 
 

@@ -201,7 +201,9 @@ def test_three_jobs_grow_and_shrink_a_machine_is_drained_and_the_api_restarts(
         cluster.store.forget()
         cluster.serve()
         agent.until(now, "they have not the size that was asked for last")
-        assert any(code == 410 for _, _, code in cluster.requests)
+        cluster.until(
+            lambda: any(code == 410 for _, _, code in cluster.requests), "nothing was forgotten"
+        )
 
         become("one does not end", a=3, b=0, c=1)
         assert collections.Counter((JOBS[name], index) for name, index in started(cluster)) == told

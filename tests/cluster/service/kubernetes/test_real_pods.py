@@ -112,9 +112,9 @@ def test_jobs_as_pods_grow_shrink_and_survive_a_drain_with_each_sample_applied_o
             service.until(holds, f"{job.name} has not {number} processes", limit_s=300.0)
             job.wait_for_step(2)
 
-        jobs = {"a": real_jobs.Job(service, tmp_path, "a", "--max", "2", epochs=600)}
+        jobs = {"a": real_jobs.Job(service, tmp_path, "a", "--max", "2")}
         has(jobs["a"], 2)  # it begins with one process
-        jobs["b"] = real_jobs.Job(service, tmp_path, "b", "--max", "1", epochs=600)
+        jobs["b"] = real_jobs.Job(service, tmp_path, "b", "--max", "1")
         has(jobs["b"], 1)
         has(jobs["a"], 1)  # it has made room
 
