@@ -20,7 +20,7 @@ import time
 TESTS = pathlib.Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS / "support"), str(TESTS / "launcher")]
 
-import test_rendezvous as worlds  # noqa: E402
+import test_rendezvous as worlds  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 
 def play(kind: str, seed: int) -> None:

@@ -528,7 +528,7 @@ def _stay_deaf(
         if number == signal.SIGINT and heard.count(number) > 1:
             signal.default_int_handler(number, frame)
         if clock.now() >= until_s:
-            signal.signal(number, defaults[number])
+            signal.signal(number, defaults[signal.Signals(number)])
             signal.raise_signal(number)
 
     def ignore_at_exit() -> None:

@@ -1089,9 +1089,9 @@ def test_a_live_stream_is_read_no_further_ahead_than_it_says(live, ahead, may):
 
 
 def test_how_far_to_read_ahead_is_asked_of_live_streams_only():
-    for wrong in ({"ahead_samples": -1, "live": True}, {"ahead_samples": 8}):
+    for ahead_samples, live in ((-1, True), (8, False)):
         with pytest.raises(ValueError, match="may be read from a live stream before they are used"):
-            stream(iter([]), **wrong)
+            stream(iter([]), live=live, ahead_samples=ahead_samples)
 
 
 def test_a_stream_forgets_what_was_handed_out():
