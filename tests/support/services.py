@@ -47,7 +47,11 @@ class Service:
         """Of its certificate."""
 
     def __enter__(self) -> "Service":
-        self.start()
+        try:
+            self.start()
+        except BaseException:  # `__exit__` is not called then
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
