@@ -322,7 +322,7 @@ def test_slurm_join_adds_a_node_of_its_own_to_a_job_that_runs_and_leaves_before_
     slurm, tmp_path
 ):
     worker = LAUNCH.parent / "tests" / "launcher" / "elastic_worker.py"
-    command = [str(worker), str(tmp_path), "400", "0.05"]
+    command = [str(worker), str(tmp_path), "200", "0.05"]
     own = {
         "SLURM_JOB_ID": "18",
         "SLURM_JOB_NODELIST": "n3",
@@ -351,7 +351,7 @@ def test_slurm_join_adds_a_node_of_its_own_to_a_job_that_runs_and_leaves_before_
             assert end.code == 0, end
     assert not list((tmp_path / "home" / ".jaxgoodput").iterdir()), "the secret is not left there"
     (count,) = {tuple(line["count"]) for line in lines_in(tmp_path) if line["kind"] == "end"}
-    assert set(count) == {400.0}, "each sample once an epoch"
+    assert set(count) == {200.0}, "each sample once an epoch"
 
 
 def lines_in(folder):

@@ -159,7 +159,7 @@ def test_goes_on_without_a_worker_and_without_a_node(slurm, tmp_path):
 
 
 def test_nodes_of_other_jobs_join_a_job_that_runs_and_leave_when_their_time_is_up(slurm, tmp_path):
-    job = Submitted(slurm, tmp_path, nodes=1, epochs=300)
+    job = Submitted(slurm, tmp_path, nodes=1, epochs=200)
     job.wait_for_processes(1)
     first = job.worker("n0")
     more = [job.submit(JOIN, tmp_path / f"more{i}", JOB=job.number) for i in range(2)]
