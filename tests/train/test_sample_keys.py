@@ -168,7 +168,7 @@ def test_what_a_data_set_repeats_has_other_random_numbers(tmp_path):
             return jg.Loss.of(each, spread=(each - each.mean()) ** 2)
 
     seen = []
-    hook = jg.Every(lambda event: seen.append(event.metrics["spread"]), steps=1)
+    hook = jg.Every(lambda event: seen.append(event.metrics["aux/spread"]), steps=1)
     limits = jg.BatchLimits(base=BASE, max=BASE)
     made = config(tmp_path, batch=limits, keys="sample", epochs=1)
     Each(made, data=Repeating(), hooks=[hook], devices=jax.devices()[:1]).fit()
