@@ -139,7 +139,7 @@ class KnownProcess:
     asked_s: float = 0.0
     """When it was asked first of those times that it has not answered; or of those that it answered last."""
     asked_again_s: float = 0.0
-    """When it was asked last. What it answers is from then on: an attempt takes less than the time between."""
+    """When it was asked last. Its answer is of then: an attempt takes less than the time between."""
     tried_s: float = 0.0
     """When it answered last."""
     hung_up_on: tuple[str, ...] = ()
