@@ -68,6 +68,7 @@ _METADATA = text("--metadata-server", "URL", "address to ask instead of the clou
                  "http://HOST:PORT", type=metadata_server)
 _SECRET = switch("--secret-stdin", help=argparse.SUPPRESS)
 _REPORTS_HOSTS = switch("--reports-hosts", help=argparse.SUPPRESS)
+_KEEP_HOSTS = switch("--keep-hosts", help=argparse.SUPPRESS)
 _ENV_STDIN = switch("--env-stdin", help=argparse.SUPPRESS)
 # fmt: on
 
@@ -104,6 +105,7 @@ _ELASTIC = (
     _METADATA,
     _SECRET,
     _REPORTS_HOSTS,
+    _KEEP_HOSTS,
 )  # fmt: skip
 
 _RUN = (
@@ -263,6 +265,7 @@ def _run_elastic(options, command: list[str], parser: argparse.ArgumentParser) -
                 **_set(options, "local_hosts", "max_restarts", "reconnect_s", *names),
             },
             reports_hosts=options.reports_hosts,
+            keep_hosts=options.keep_hosts,
             least=least,
             most=most,
             slots=options.nproc_per_node or 1,

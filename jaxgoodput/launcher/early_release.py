@@ -51,7 +51,7 @@ def release_hosts(turn: Turn) -> None:
 def _may_release(state: Rendezvous) -> bool:
     """Whether the generation trains undisturbed, and hosts may leave before the end at all."""
     # Processes of a group wait for each other, so that none has a speed of its own.
-    if state.limits.group_size > 1 or state.is_told:
+    if state.limits.group_size > 1 or state.limits.keep_hosts or state.is_told:
         return False
     names = state.ranks
     is_whole = len(state.present_ranks) == len(names) > 1

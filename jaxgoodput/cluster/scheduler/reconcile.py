@@ -166,15 +166,29 @@ class _Round:
             self.ask_again(ids, cluster, avoidance.reduced)
 
     def ask_again(self, ids: Sequence[str], cluster: ClusterSpec, reduced: frozenset[str]):
-        """Offer the devices that the `reduced` jobs gave up to jobs that wait."""
+        """Offer what `reduced` jobs gave up to jobs that wait, and other devices to those left without."""
+        without = {id_ for id_ in ids if not self.allocations[id_].devices}
+        if waiting := [id_ for id_ in ids if id_ in without - reduced]:
+            self.ask(waiting, self.rest(ids, cluster))
+        # Each avoids other nodes, so they are asked for one by one.
+        for id_ in sorted(without & reduced):
+            avoids, why = self.fixed.views[id_].avoids, self.reasons[id_]
+            useless: Devices = {
+                node.name: set(range(node.num_devices))
+                for node in cluster.nodes
+                if node.name in avoids and not avoids[node.name].is_usable
+            }
+            self.ask([id_], self.rest(ids, cluster, useless))
+            if not self.allocations[id_].devices:
+                self.reasons[id_] = why
+
+    def rest(self, ids: Sequence[str], cluster: ClusterSpec, taken: Devices | None = None):
+        """Return the cluster without the devices that the jobs `ids` have, and those in `taken`."""
         has = {id_: self.allocations[id_] for id_ in ids if self.allocations[id_].devices}
-        waiting = [id_ for id_ in ids if id_ not in has and id_ not in reduced]
-        if not waiting:
-            return
-        taken: Devices = {}
+        taken = taken or {}
         for allocation in has.values():
             add_devices(taken, allocation.devices)
-        self.ask(waiting, withhold(cluster, taken, self.use(has)))
+        return withhold(cluster, taken, self.use(has))
 
     def keep(self, views: Sequence[JobView], offered: Devices, why: str):
         """Let each job keep its devices if all of them are `offered`, else take them; note the reason."""

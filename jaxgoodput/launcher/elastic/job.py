@@ -31,7 +31,7 @@ from jaxgoodput.launcher.supervise import StopSignal, UsageError, say, signals_t
 
 # Fields of `Limits` that are options of a job under the same name.
 _SAME = "least most max_restarts silent_s join_s admit_every_s".split()
-_SAME += "exclude_slow exclude_s reports_hosts".split()
+_SAME += "exclude_slow exclude_s reports_hosts keep_hosts".split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,7 @@ class Job:
     join_file: pathlib.Path | None = None
     """File to write, by which other hosts find the job; see `join_file`."""
     reports_hosts: bool = False
+    keep_hosts: bool = False
     reconnect_s: float = 0.0
     """How long an agent that has lost its coordinator looks for another at the same address."""
     connect_s: float = CONNECT_S

@@ -49,6 +49,8 @@ class Limits:
     """Slowdown against the median of the other hosts at which a host is left out; 0 leaves none out."""
     reports_hosts: bool = False
     """Whether slow hosts stay, and hosts in trouble are reported to the program that started this one."""
+    keep_hosts: bool = False
+    """Whether no host is let go before the end of the run."""
     exclude_s: float = 300.0
     """How long a host is left out the first time; the time doubles with each repetition."""
     slow_windows: int = 8

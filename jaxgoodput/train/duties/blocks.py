@@ -73,6 +73,8 @@ class Blocks:
     _long: _Length = _Length()
     _rest: StepBatch | None = None
     """What is left of a block that is handed out in parts."""
+    _at_end: bool = False
+    """Whether a stream has fewer samples left than a block has."""
 
     def next(self, num_free: float, meanwhile: Callable[[], None]) -> StepBatch | None:
         """Return the next batch or, if the next `num_free` steps need no attention, a block; None at the end.
@@ -87,8 +89,9 @@ class Blocks:
             if not self._is_ready():
                 return self.start.run.next_batch(now, meanwhile)
             rest = loader.next_block(now.batch, self._length, meanwhile=meanwhile)
-            if rest is None:
-                return None
+            if rest is None or rest.count == 1:  # a stream is near its end
+                self._at_end = True
+                return rest
         part, self._rest = loader.split(rest, self._most(rest, num_free))
         return part
 
@@ -116,7 +119,7 @@ class Blocks:
     def _is_ready(self) -> bool:
         """Whether the next batches may be read as a block; has its program compiled if that will pay."""
         now, batch = self.start.now, self.start.now.batch
-        if not self._are_possible(batch):
+        if self._at_end or not self._are_possible(batch):
             return False
         if now.engine.blocks.loops(now.engine.shape(batch.micro_batch_size)):
             return self._left() >= self._length

@@ -214,6 +214,25 @@ def test_a_part_of_a_node_moves_to_the_fullest_node_with_room(size):
     assert name == "n2" and len(local) == size and local[0] % size == 0
 
 
+def test_a_job_without_its_node_gets_fewer_devices_of_another():
+    cluster = five(num_devices=8, count=2)
+    job = dataclasses.replace(
+        view("x", cluster, max_devices=8),
+        allocation=Allocation(devices={"n0": tuple(range(8))}, generation=1),
+        since_s=0.0,
+        avoids={"n0": BROKEN},
+    )
+    other = dataclasses.replace(
+        view("y", cluster, max_devices=4, min_devices=4, preemptible=False),
+        allocation=Allocation(devices={"n1": (0, 1, 2, 3)}, generation=1),
+        since_s=0.0,
+    )
+    plan = reconcile([job, other], cluster, Goodput(), 100.0)
+    ((name, local),) = plan.allocations["x"].devices.items()
+    assert name == "n1" and 1 <= len(local) <= 4 and not set(local) & {0, 1, 2, 3}
+    check_plan(plan, [job, other], cluster)
+
+
 def test_the_next_plan_comes_when_a_term_ends():
     cluster = five()
     job = view("x", cluster, ["n0"], {"n2": AvoidedNode(until_s=130.0)}, max_devices=1)

@@ -266,6 +266,15 @@ def test_a_restart_of_the_service_forgets_nothing_and_an_older_journal_opens(tmp
     assert old.forgets is False
 
 
+def test_the_only_node_of_its_kind_stays_usable():
+    cluster = running(a="0")
+    for name in sorted(set(cluster.state.nodes) - {"n0"}):
+        cluster.happen(5.0, *commands.change_node(cluster.state, name, "down", "x").events)
+    cluster.report(10.0, "a", "n0", "stuck")
+    cluster.plan(20.0)
+    assert cluster.nodes_of("a") == "0"
+
+
 def test_it_is_shown_why_and_for_how_long_and_not_whose_it_is_to_others():
     cluster = running(a="0123", b="4")
     cluster.report(10.0, "a", "n2")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxgoodput._exits import SAVED
 from jaxgoodput.cluster.catalogue import catalogue
 from jaxgoodput.cluster.service.planning import decide
-from jaxgoodput.cluster.service.record import commands
+from jaxgoodput.cluster.service.record import commands, events
 from jaxgoodput.cluster.service.record.commands import Caller, CommandRefused
 from jaxgoodput.cluster.service.record.events import (
     JournalEntry,
@@ -149,6 +149,24 @@ def test_only_the_node_with_the_devices_releases_them_and_only_in_this_attempt(w
     assert world.state.jobs["a"].allocation == before
     world.report("a", node="n1", released=(1,))
     assert dict(world.state.jobs["a"].allocation.devices) == {"n0": (0,), "n1": (0,)}
+
+
+def test_another_attempt_may_need_what_the_last_one_released(world):
+    world.submit("a", min_devices=1, max_devices=4)
+    world.plan(a={"n0": (0, 1, 2, 3)}.items())
+    world.report("a", released=(2, 3))
+    assert _most_planned(world) == 2
+    world.report("a", code=137)
+    assert _most_planned(world) == 4
+
+
+def test_a_journal_of_before_ends_a_job_that_could_not_save_as_it_did_then(world):
+    world.submit("a")
+    world.plan(a={"n0": (0,)}.items())
+    job = world.state.jobs["a"]
+    event = events.CoordinatorEnded(job="a", attempt=job.attempt, code=75, why="a full disk")
+    world.do(commands.Outcome((event,)))
+    assert world.state.jobs["a"].phase == "failed"
 
 
 def _most_planned(world):

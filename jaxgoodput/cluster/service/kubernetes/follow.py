@@ -37,10 +37,22 @@ class ObjectCopy:
             return None if self._objects is None else dict(self._objects)
 
     def put(self, one: Mapping[str, Any]) -> None:
-        """Note an object as the API has just answered it, before the watch tells of it."""
+        """Note an object as the API has just answered it, before the watch tells of it.
+
+        An answer is left out if the watch has told of a later state, or that the object is gone.
+        """
+        about = one.get("metadata", {})
+        if "name" not in about:
+            return
         with self._lock:
-            if self._objects is not None and "metadata" in one and "name" in one["metadata"]:
-                self._objects[one["metadata"]["name"]] = one
+            if self._objects is None:
+                return
+            known = self._objects.get(about["name"])
+            is_gone = known is None and "deletionTimestamp" in about
+            is_same = known is not None and known["metadata"]["uid"] == about["uid"]
+            if is_gone or (is_same and _version(known) >= _version(one)):
+                return
+            self._objects[about["name"]] = one
 
     def remove(self, name: str) -> None:
         """Note that the API has just said that there is no such object."""
@@ -93,3 +105,8 @@ class ObjectCopy:
             self._changed()
             if worker.is_stopping:
                 return
+
+
+def _version(one: Mapping[str, Any]) -> int:
+    """Return the number of an object's state: since Kubernetes 1.35 by contract, before in practice."""
+    return int(one["metadata"]["resourceVersion"])

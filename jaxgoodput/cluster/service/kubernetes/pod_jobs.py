@@ -41,6 +41,7 @@ from jaxgoodput.cluster.service.kubernetes.workload import (
     workload,
 )
 from jaxgoodput.cluster.service.node.jobs import Jobs, LaunchSettings, NodeJob
+from jaxgoodput.launcher.elastic.fitness import HostReport
 
 LOOK_S = 1.0
 AGAIN_S = 10.0  # between the end of a workload and the next one for the same attempt
@@ -59,7 +60,8 @@ class Workloads:
         self._api, self._style, self._clock, self._tell = api, style, clock, tell
         self._changed = threading.Event()
         labels = style.template.get("metadata", {}).get("labels", {})
-        selector = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
+        own = {name: x for name, x in labels.items() if name.startswith("app.kubernetes.io/")}
+        selector = ",".join(f"{name}={value}" for name, value in sorted(own.items()))
         self._copy = ObjectCopy(api, style.collection, selector, self._changed.set)
         self._wanted: Mapping[str, PodGroup] = {}
         self._num_asked = self._num_kept = (
@@ -67,6 +69,7 @@ class Workloads:
         )
         self._not_before_s: dict[str, float] = {}  # by name, the time of the next change
         self._with_secret: set[str] = set()  # the uids of workloads
+        self._no_secret_before_s: dict[str, float] = {}  # of the one that was refused last
         failed = partial(logging.error, "pods can no longer be started or ended: %r")
         self._workers = (
             Worker("kubernetes-watch", self._copy.run, on_error=failed),
@@ -150,19 +153,23 @@ class Workloads:
         found = (self._copy.objects() or {}).get(name)
         if found is None or "deletionTimestamp" in found["metadata"]:
             return
-        uid = found["metadata"]["uid"]
-        if uid in self._with_secret:
+        uid, now_s = found["metadata"]["uid"], self._clock.now()
+        if uid in self._with_secret or now_s < self._no_secret_before_s.get(uid, 0.0):
             return
         try:
             self._api.create(self._style.secrets, secret_of(self._style, group, uid))
         except ApiRefused as error:
             if error.status != CONFLICT:  # it was created, but the answer was lost
-                self._note_refusal(CreateWorkload(name, group), error)
+                self._no_secret_before_s = {uid: now_s + REFUSED_S}
+                self._tell_refusal(CreateWorkload(name, group), error)
                 return
         self._with_secret.add(uid)
 
     def _note_refusal(self, change: WorkloadChange, error: ApiRefused) -> None:
         self._not_before_s[change.name] = self._clock.now() + REFUSED_S
+        self._tell_refusal(change, error)
+
+    def _tell_refusal(self, change: WorkloadChange, error: ApiRefused) -> None:
         said = (
             f"Kubernetes refuses to change {change.name} ({error.status}: {error}). It is tried again every "
             f"{REFUSED_S:g} s."
@@ -179,6 +186,9 @@ class Workloads:
 
 class PodJobs(Jobs):
     """The jobs of a node whose devices are anywhere in a Kubernetes cluster. See `Jobs`."""
+
+    # A workload shrinks from its highest index, so that a pod which was let go before cannot leave it.
+    COORDINATOR = (*Jobs.COORDINATOR, "--keep-hosts")
 
     def __init__(
         self,
@@ -230,6 +240,10 @@ class PodJobs(Jobs):
             variables=tuple(task.variables),
         )
         self._groups.append(group)
+
+    def report_node(self, job: NodeJob, report: HostReport) -> None:
+        """Tell the job's user of a pod in trouble. The node is no machine that could be kept apart."""
+        self._say(job.task.job, f"pod {report.host} is {report.fault}: {report.why}")
 
     def _say(self, job: str, text: str) -> None:
         """Add a line to the output of a job."""

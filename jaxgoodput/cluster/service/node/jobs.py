@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 from jaxgoodput._exits import DONE, SAVED, USAGE, RunFacts, run_exit
 from jaxgoodput.clock import Clock
@@ -106,6 +107,9 @@ class Jobs:
 
     `lock` is a file descriptor that every process inherits, and holds locked while it runs.
     """
+
+    COORDINATOR: ClassVar = ("--reports-hosts",)
+    """More options of the coordinators."""
 
     def __init__(self, place: LaunchSettings, clock: Clock, lock: int | None = None):
         self._place, self._clock, self._held = place, clock, lock
@@ -204,7 +208,7 @@ class Jobs:
         job.attempt, job.last_lines, job.reported_address = task.attempt, [], None
         options = [
             *("run", "--secret-stdin", "--nnodes", f"{task.min_processes}:{task.max_processes}"),
-            *("--local-hosts", "0", "--rdzv-endpoint", f"{place.host}:0", "--reports-hosts"),
+            *("--local-hosts", "0", "--rdzv-endpoint", f"{place.host}:0", *self.COORDINATOR),
             *("--join-s", f"{place.join_s:g}", "--admit-every-s", f"{place.admit_every_s:g}"),
         ]
         try:
@@ -226,7 +230,7 @@ class Jobs:
             job.lines.add(f"jaxgoodput: {self._place.node}: a report of a host is ignored: {error}")
             return
         if report is not None:
-            self._report_node(job, report)
+            self.report_node(job, report)
             return
         job.lines.add(line)
         job.last_lines = [*job.last_lines[-4:], line]
@@ -246,7 +250,7 @@ class Jobs:
         with self._reporting:
             self._reports.append(report)
 
-    def _report_node(self, job: NodeJob, report: fitness.HostReport) -> None:
+    def report_node(self, job: NodeJob, report: fitness.HostReport) -> None:
         """Pass on what the coordinator reports of a host, which is one process of a job on a node."""
         node = report.host.rpartition(":")[0]
         if re.fullmatch(NAME, node) is None:

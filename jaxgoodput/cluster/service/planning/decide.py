@@ -73,9 +73,20 @@ def views_of(
         table = _table(entry, (*offered, *more), now_s, tables)
         view = _view(counted_until(now_s, entry, kind_of), table, now_s, rules, used)
         if reported:
-            view = dataclasses.replace(view, avoids=avoided_by(reported, spec.id, now_s))
+            avoids = _with_others(avoided_by(reported, spec.id, now_s), cluster)
+            view = dataclasses.replace(view, avoids=avoids)
         views.append(view)
     return tuple(views)
+
+
+def _with_others(avoids: Mapping[str, AvoidedNode], cluster: ClusterSpec) -> dict[str, AvoidedNode]:
+    """Return avoided nodes, those usable that are all there is of their kind: to wait would gain nothing."""
+    kinds = [node.kind for node in cluster.nodes if node.state == "up"]
+    only = {node.name for node in cluster.nodes if kinds.count(node.kind) < 2}
+    return {
+        name: dataclasses.replace(one, is_usable=one.is_usable or name in only)
+        for name, one in avoids.items()
+    }
 
 
 def _without_released(entry: JobEntry) -> JobEntry:

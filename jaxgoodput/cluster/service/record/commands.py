@@ -266,7 +266,9 @@ def report(state: State, node: str, instance: str, reports: tuple[Report, ...]) 
         if entry.home != node:
             continue
         if one.code is not None:
-            ended = events.CoordinatorEnded(job=job, attempt=attempt, code=one.code, why=one.why)
+            ended = events.CoordinatorEnded(
+                job=job, attempt=attempt, code=one.code, why=one.why, retries_unsaved=True
+            )
             found.append(ended)
         elif one.address is not None and one.address != entry.address:
             found.append(events.CoordinatorListening(job=job, attempt=attempt, address=one.address))

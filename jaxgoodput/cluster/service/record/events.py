@@ -111,6 +111,8 @@ class CoordinatorEnded:
     attempt: int
     code: int
     why: str = ""
+    retries_unsaved: bool = False
+    """Whether 75 calls for another attempt. Earlier versions ended the job, and their journals stay true."""
 
 
 @dataclass(frozen=True, kw_only=True)

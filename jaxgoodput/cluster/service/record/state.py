@@ -324,9 +324,9 @@ def _attempted(state: State, job: JobEntry) -> JobEntry:
         named = sorted(n for n, e in state.nodes.items() if COORDINATES in e.node.labels)
         candidates = [*named, *sorted(job.allocation.devices)]
         home = next((name for name in candidates if _is_up(state, name)), None)
-    return dataclasses.replace(
-        job, home=home, attempt=job.attempt + 1, attempted_s=state.at_s, address=None
-    )
+    # An attempt that begins further back may need devices that the last one had released.
+    begun = {"attempt": job.attempt + 1, "attempted_s": state.at_s, "most_devices": None}
+    return dataclasses.replace(job, home=home, address=None, **begun)
 
 
 def _is_up(state: State, name: str | None) -> bool:
@@ -507,7 +507,8 @@ def _ended(state: State, event: events.CoordinatorEnded) -> State:
         return _saved(state, job, is_short)
     # A signal to the coordinator or to its processes: the node ran out of memory, or the job was told to stop
     # and took too long to save. Or it could not save for now.
-    may_pass = event.code < 0 or event.code > 128 or event.code == UNSAVED
+    may_pass = event.code < 0 or event.code > 128
+    may_pass |= event.code == UNSAVED and event.retries_unsaved
     if may_pass and not job.allocation.devices:
         return _restated(state, job)
     job = dataclasses.replace(job, failures=job.failures + 1 if is_short else 1)

@@ -17,6 +17,7 @@ from kubernetes_objects import Refused, Store, merged
 from jaxgoodput.clock import FakeClock, SystemClock
 from jaxgoodput.cluster.service.kubernetes import manifests
 from jaxgoodput.cluster.service.kubernetes.api import ApiAccess, KubernetesApi
+from jaxgoodput.cluster.service.kubernetes.follow import ObjectCopy
 from jaxgoodput.cluster.service.kubernetes.manifests import ManifestOptions
 from jaxgoodput.cluster.service.kubernetes.pod_jobs import (
     PodJobs,
@@ -423,3 +424,33 @@ def test_threads_end(tmp_path):
         assert isinstance(jobs._workloads, Workloads)
         assert isinstance(jobs._workloads._api, KubernetesApi)
         cluster.until(lambda: jobs.is_idle, "it is not idle")
+
+
+def test_an_answer_that_is_older_than_what_the_watch_told_is_left_out():
+    def made(version, uid="u", **more):
+        return {"metadata": {"name": "x", "uid": uid, "resourceVersion": str(version), **more}}
+
+    class Listed:
+        """An API that lists one object."""
+
+        def get(self, path, **query):
+            items = [made(5)]
+            return {
+                "kind": "JobList",
+                "apiVersion": "batch/v1",
+                "items": items,
+                "metadata": {"resourceVersion": "5"},
+            }
+
+    copy: Any = ObjectCopy(Listed(), "/x", "", lambda: None)  # pyright: ignore[reportArgumentType]
+    copy.put(made(9))
+    assert copy.objects() is None, "nothing was listed yet"
+    copy._list()
+    copy.put(made(4))
+    assert copy.objects()["x"]["metadata"]["resourceVersion"] == "5"
+    copy.put(made(10))
+    copy.put(made(6, uid="another"))  # made anew: its numbers say nothing of the one before
+    assert copy.objects()["x"]["metadata"]["uid"] == "another"
+    copy.remove("x")
+    copy.put(made(11, deletionTimestamp="now"))
+    assert copy.objects() == {}
