@@ -241,7 +241,7 @@ def test_the_variables_of_a_job_reach_its_agents_and_no_command_line(variables):
 
     jobs = Jobs(LaunchSettings(node="n0", host="127.0.0.1"), FakeClock(100.0))
     with mock.patch.object(node_jobs, "Process", Recorded):
-        held = node_jobs._NodeJob(task(variables=submission.variables))
+        held = node_jobs.NodeJob(task(variables=submission.variables))
         for kind in ("agent", "run"):
             jobs._start(held, [kind], lambda line: None)
     (agent, _, told), (coordinator, _, secret) = started

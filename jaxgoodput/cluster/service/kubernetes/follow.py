@@ -48,9 +48,10 @@ class ObjectCopy:
             if self._objects is None:
                 return
             known = self._objects.get(about["name"])
-            is_gone = known is None and "deletionTimestamp" in about
+            if known is None and "deletionTimestamp" in about:
+                return
             is_same = known is not None and known["metadata"]["uid"] == about["uid"]
-            if is_gone or (is_same and _version(known) >= _version(one)):
+            if known is not None and is_same and _version(known) >= _version(one):
                 return
             self._objects[about["name"]] = one
 

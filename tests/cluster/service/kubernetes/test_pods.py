@@ -7,6 +7,7 @@ import collections
 import contextlib
 import itertools
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
