@@ -86,7 +86,7 @@ WHOLE = [-(10**400), -(2**63) - 1, -1, 0, 1, 2, 7, 31, 32, 33, 64, 1024, 10**6, 
 REAL = [-math.inf, -1.5, -0.0, 0.0, 5e-324, 1e-3, 0.5, 0.999, 1.0, 1.5, 2.0, 64.0, 1e300, math.inf, math.nan]
 TEXTS = [
     *"a 1 1.5 -1 1e-3 nan inf 10m 3h 5% 16GiB 1,000 1_000 None null true False yes off goodput".split(),
-    *"fixed goodpt auto drop min bfloat16 float16 int8 /tmp/a ~ s3://b a\0b \ud800 ² é {} '1'".split(),
+    *"fixed goodpt auto drop min sample bfloat16 float16 int8 /tmp/a ~ s3://b a\0b \ud800 ² é {} '1'".split(),
     *"0x10 1e400 a=b -- %s {0}".split(), "", " ", "[1, 2]", "9" * 5000, "x" * 5000,
 ]
 KINDS = "bool_ int8 uint8 int32 int64 uint64 float16 float32 float64 complex64 str_ bytes_".split()

@@ -448,7 +448,7 @@ def test_what_is_no_whole_batch_is_left_out_where_that_is_asked_for(config):
 
 @settings(max_examples=30, deadline=None)
 @given(
-    size=st.integers(1, 40),
+    size=st.integers(4, 40),  # a batch at least
     begin=st.integers(0, 90),
     total=st.integers(1, 90),
     drops=st.booleans(),

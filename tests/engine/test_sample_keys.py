@@ -1,6 +1,7 @@
 """A sample's key is a function of the run's key, the epoch and the index: of nothing else, and of all."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ PLACES = st.lists(st.tuples(NUMBER, NUMBER), min_size=1, max_size=8)
 
 def words(places):
     epochs, indices = (np.array(x, np.int64) for x in zip(*places, strict=True))
-    return numbered({"x": indices}, epochs, indices).numbers
+    return jnp.asarray(numbered({"x": indices}, epochs, indices).numbers)
 
 
 def bits(keys):

@@ -371,6 +371,7 @@ class EndingWorld(test_rendezvous.World):
                 self.happen(ev.AgentLost(host))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_examples", [50, pytest.param(2000, marks=pytest.mark.nightly)])
 def test_in_any_order_of_faults_the_minimum_stays_and_training_goes_on(num_examples):
     num_released = 0

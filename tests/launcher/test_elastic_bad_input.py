@@ -65,6 +65,9 @@ def said_by(capsys, *arguments):
 # -- options -----------------------------------------------------------------------------------------
 
 
+VALUES = {"--hostfile": __file__, "--notices": "gce", "--metadata-server": "http://localhost:80"}
+
+
 def options_of_run():
     """With a value each, those that take part in a job of one host left out."""
     commands: Any = cli.command_parser()._subparsers._group_actions[0]
@@ -73,7 +76,7 @@ def options_of_run():
     for action in commands.choices["run"]._actions:
         name = action.option_strings[-1]
         if name not in everywhere:
-            value = __file__ if name == "--hostfile" else "3" if action.type else "x"
+            value = VALUES.get(name, "3" if action.type else "x")
             yield (name,) if action.nargs == 0 else (name, value)
 
 

@@ -138,6 +138,7 @@ def test_with_a_key_for_each_micro_batch_they_are_not(tmp_path):
     assert all(abs(one[step] / two[step] - 1) > 1e-3 for step in one)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_on_other_devices_has_the_same_losses(tmp_path, alone):
     first = losses(tmp_path, stop_at=6, num_devices=3)
     rest = losses(tmp_path, num_devices=2, **SPLIT)
@@ -145,6 +146,7 @@ def test_a_run_that_is_resumed_on_other_devices_has_the_same_losses(tmp_path, al
     check_same(first | rest, alone)
 
 
+@pytest.mark.slow
 def test_epochs_have_random_numbers_of_their_own(tmp_path):
     """The whole data set in one batch of a model that does not move."""
     limits = jg.BatchLimits(base=NUM_SAMPLES, max=NUM_SAMPLES)
@@ -152,6 +154,7 @@ def test_epochs_have_random_numbers_of_their_own(tmp_path):
     assert len({round(x, 4) for x in found.values()}) == 3
 
 
+@pytest.mark.slow
 def test_what_a_data_set_repeats_has_other_random_numbers(tmp_path):
     """A sampler that draws a sample twice in an epoch asks for two keys: the index tells them apart."""
 

@@ -265,7 +265,7 @@ def test_an_agent_deletes_what_an_earlier_one_has_left(tmp_path):
         after = Agent(cluster, start())
         after.take(task("a", 1, attempt=2))
         after.until({"a": 1}, "the pods of the first agent are left")
-        assert len(cluster.store.of("Job")) == 1
+        cluster.until(lambda: len(cluster.store.of("Job")) == 1, "the first agent's job is left")
 
 
 def test_a_workload_that_ends_while_its_job_goes_on_is_made_again(tmp_path):
@@ -431,8 +431,11 @@ def test_an_answer_that_is_older_than_what_the_watch_told_is_left_out():
     def made(version, uid="u", **more):
         return {"metadata": {"name": "x", "uid": uid, "resourceVersion": str(version), **more}}
 
-    class Listed:
+    class Listed(KubernetesApi):
         """An API that lists one object."""
+
+        def __init__(self):
+            pass
 
         def get(self, path, **query):
             items = [made(5)]
@@ -443,7 +446,7 @@ def test_an_answer_that_is_older_than_what_the_watch_told_is_left_out():
                 "metadata": {"resourceVersion": "5"},
             }
 
-    copy: Any = ObjectCopy(Listed(), "/x", "", lambda: None)  # pyright: ignore[reportArgumentType]
+    copy: Any = ObjectCopy(Listed(), "/x", "", lambda: None)
     copy.put(made(9))
     assert copy.objects() is None, "nothing was listed yet"
     copy._list()
