@@ -291,7 +291,7 @@ def _ignore_signals() -> None:
 
 
 def ignore_if_default(kinds: Iterable[int]) -> None:
-    """Ignore these signals from now on, if nobody else handles them."""
+    """Ignore those of these signals that have no handler but Python's own."""
     for kind in kinds:
         if signal.getsignal(kind) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(kind, signal.SIG_IGN)

@@ -71,8 +71,8 @@ class OneHost:
             thread.start()
             try:
                 self.send(messages.StartWorker("a.1"))
+                until(lambda: self.child is not None and self.child.step == 7)
                 until((self.folder / "began").exists)
-                until(lambda: self.agent._workers._running["a.1"][1].step == 7)
                 yield self
                 thread.join(LIMIT_S)
                 assert not thread.is_alive()
@@ -81,6 +81,11 @@ class OneHost:
                 (self.folder / "end").touch()
                 thread.join(LIMIT_S)
         assert not failed
+
+    @property
+    def child(self):
+        """The worker; None before it has started."""
+        return self.agent._workers._running.get("a.1", (0, None))[1]
 
     def _hear(self, came):
         def hear(channel, hello):
@@ -202,8 +207,7 @@ def test_only_a_run_that_is_not_over_loses_steps_with_its_coordinator(
 ):
     host = OneHost(tmp_path, clock, ends_run=ends_run)
     with host.at_work():
-        child = host.agent._workers._running["a.1"][1]
-        until(lambda: child.run_step == (None if ends_run else 7))
+        until(lambda: host.child.run_step == (None if ends_run else 7))
         host.channel.close()
     assert host.code is None and host.agent.lost_step == lost
 

@@ -58,11 +58,11 @@ class Connection:
         self.channel.send(messages.encoded(message))
 
     def hears(self, kind):
-        while not isinstance(
-            message := messages.decoded(self.channel.receive(), messages.TO_AGENTS), kind
-        ):
-            pass
-        return message
+        while (body := self.channel.receive()) is not None:
+            message = messages.decoded(body, messages.TO_AGENTS)
+            if isinstance(message, kind):
+                return message
+        raise AssertionError(f"{self.host} was told no {kind.__name__}")
 
 
 @pytest.mark.parametrize("has_ended", [True, False])

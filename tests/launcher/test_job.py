@@ -9,6 +9,7 @@ import pytest
 
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.launcher.elastic import job as jobs
+from jaxgoodput.launcher.elastic.coordinator import Coordinator
 from jaxgoodput.launcher.elastic.job import Job, NamedHosts, run_elastic
 from jaxgoodput.launcher.host_list import NamedHost
 from jaxgoodput.launcher.notices.notice import NoticeSettings, SignalSource
@@ -48,15 +49,19 @@ def test_only_a_job_that_no_other_host_joins_listens_at_the_loopback_interface(
 # -- when it gives up --------------------------------------------------------------------------------
 
 
-class Connected:
-    """A coordinator with these hosts, by name and number of processes."""
+class Connected(Coordinator):
+    """A coordinator of which only the hosts matter, by name and number of processes."""
 
     def __init__(self, **slots):
-        self.slots = slots
+        self.joined = slots
         self.ends = []
 
+    @property
+    def slots(self):
+        return self.joined
+
     def lost(self, host, why):
-        self.slots.pop(host, None)
+        self.joined.pop(host, None)
 
     def give_up(self, codes, why):
         self.ends.append((codes, why))
@@ -102,7 +107,7 @@ def test_of_hosts_that_are_all_the_same_the_fewest_hosts_are_named(slots, capfd)
 
 def test_a_host_that_has_joined_by_itself_counts_with_its_processes():
     coordinator, named = watched(2, a=1, b=1)
-    coordinator.slots["more"] = 2
+    coordinator.joined["more"] = 2
     named.ended("a", -9)
     named.ended("b", -9)
     assert named.look() is None and not coordinator.ends
@@ -116,8 +121,6 @@ def test_a_signal_that_is_a_notice_is_received_until_all_has_been_closed(monkeyp
     missed, closed = [], []
 
     class Closing(Connected):
-        address = "127.0.0.1:1"
-
         def __init__(self, *_, **__):
             super().__init__()
 
@@ -130,6 +133,10 @@ def test_a_signal_that_is_a_notice_is_received_until_all_has_been_closed(monkeyp
         @property
         def names(self):
             return ()
+
+        @property
+        def address(self):
+            return "127.0.0.1:1"
 
         def close(self):
             os.kill(os.getpid(), signal.SIGUSR1)
