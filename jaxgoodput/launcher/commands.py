@@ -95,7 +95,7 @@ _ELASTIC = (
     number("--exclude-s", "S", 0.0, "seconds until an excluded host is tried again; doubled each time "
            "(default: 300)"),
     text("--rdzv-endpoint", "HOST:PORT", "address of the coordinator (default: a free port, on the loopback "
-         "interface if no hosts are named)"),
+         "interface without --hosts and --join-file)"),
     text("--join-file", "FILE", "write the job's address and secret to a file while it runs, readable for "
          "its owner only, so that further hosts can join with `jaxgoodput agent --join-file FILE`",
          type=pathlib.Path),

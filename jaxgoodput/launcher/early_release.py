@@ -19,6 +19,12 @@ def has_enough(state: Rendezvous) -> bool:
     return 0 < state.release.num_enough <= living
 
 
+def take_back(turn: Turn) -> None:
+    """Let the last release count no more: the run has more to do than it had then, and needs help again."""
+    if turn.state.release.num_enough:
+        turn.change(release=dataclasses.replace(turn.state.release, num_enough=0))
+
+
 def turn_away(turn: Turn, host: str) -> None:
     """Tell a host that the job does not need it any more."""
     turn.change(leaving=turn.state.leaving | {host})
@@ -30,6 +36,8 @@ def release_hosts(turn: Turn) -> None:
     _measure_pauses(turn)
     if not _take_paces(turn):
         return
+    if _has_gone_back(turn.state):
+        take_back(turn)
     state, record = turn.state, turn.state.release
     here = {name: state.members[name].host for name in state.present_ranks}
     if not _may_release(state) or record.began_s is None:
@@ -60,6 +68,13 @@ def _may_release(state: Rendezvous) -> bool:
     )
 
 
+def _has_gone_back(state: Rendezvous) -> bool:
+    """Whether more than a step more is left of the run than at the last release."""
+    record = state.release
+    newest = [record.paces[name][-1] for name in state.present_ranks if name in record.paces]
+    return any(pace.left is None or pace.left > record.samples_left + pace.whole for pace in newest)
+
+
 def _beside_coordinator(state: Rendezvous, hosts: set[str]) -> set[str]:
     """Return the hosts on the machine of the coordinator, which stays anyway; none if all are there."""
     beside = {host for host in hosts if host in state.hosts and state.hosts[host].is_beside}
@@ -69,13 +84,15 @@ def _beside_coordinator(state: Rendezvous, hosts: set[str]) -> set[str]:
 def _let_go(turn: Turn, found: ReleasePlan) -> None:
     state = turn.state
     staying = {state.members[name].host for name in state.ranks} - set(found.hosts)
-    # Processes that wait as spares, or still start, are not needed either.
-    spare = {m.host for m in state.members.values() if not m.leaves} - staying
-    gone = (*found.hosts, *sorted(spare - set(found.hosts)))
+    # Processes that wait as spares, or still start, are not needed either. Nor are hosts that are left out.
+    spare = {m.host for m in state.members.values() if not m.leaves}
+    spare |= {host for host, one in state.hosts.items() if one.is_here and one.until_s is not None}
+    gone = (*found.hosts, *sorted(spare - staying - set(found.hosts)))
     record = dataclasses.replace(
         state.release,
         delayed_s=state.release.delayed_s + max(found.later_s, 0.0),
         num_enough=found.num_processes,
+        samples_left=found.samples_left,
         why=found.why,
     )
     turn.change(release=record)

@@ -19,6 +19,7 @@ from jaxgoodput.launcher.elastic.fitness import Pace
 
 MOST_DELAY = 0.01  # of the run's time, by which all releases together may delay its end
 LEAST_REGROUP_S = 2.0  # what a regroup costs at least; measured pauses were 1 to 3 s
+FEWEST_HOSTS = 2  # that stay: one alone would have the only copy of the state in memory
 FEWEST_WINDOWS, MOST_WINDOWS = 3, 5  # of several steps each, whose median speed counts
 
 
@@ -114,8 +115,8 @@ def best_release(
 
     Hosts go only if all releases together delay the end of the run by at most `MOST_DELAY`, compared with the
     number of hosts with which it ends soonest; if what is saved is more than a regroup costs on all hosts;
-    and if evaluations take no longer. Speeds that were measured for a while are not trusted for longer than
-    the run has trained.
+    if evaluations take no longer; and if `FEWEST_HOSTS` stay. Speeds that were measured for a while are not
+    trusted for longer than the run has trained.
     """
     now_s = rest.seconds(rest.samples_s)
     if not rest.kind.left or now_s > rest.trained_s:
@@ -126,9 +127,9 @@ def best_release(
         slowest[host] = max(slowest.get(host, 0.0), sample_s)
     order = sorted((host for host in slowest if host not in kept), key=lambda h: (-slowest[h], h))
     plans = []
-    for count in range(1, len(order) + 1):
+    for count in range(1, min(len(order), len(slowest) - FEWEST_HOSTS) + 1):
         names = [name for name in rest.samples_s if rest.hosts[name] not in order[:count]]
-        if not names or not is_usable(len(names)):
+        if not is_usable(len(names)):
             continue
         if rest.kind.evaluates and rest.evaluation_s(names) > rest.evaluation_s(rest.samples_s):
             continue
@@ -169,7 +170,9 @@ class ReleaseRecord:
     delayed_s: float = 0.0
     """By how much releases delay the end of the run."""
     num_enough: int = 0
-    """Number of processes that are enough since the last release; 0 if there was none."""
+    """Number of processes that are enough since the last release; 0 if none counts."""
+    samples_left: int = 0
+    """Samples that were left of the run then."""
     why: str = ""
     """Reason for the last release."""
 

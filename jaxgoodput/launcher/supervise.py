@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any, BinaryIO, TextIO
@@ -287,7 +287,12 @@ def signals_to(events: "queue.SimpleQueue[Any]") -> Iterator[None]:
 
 
 def _ignore_signals() -> None:
-    for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    ignore_if_default((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+
+
+def ignore_if_default(kinds: Iterable[int]) -> None:
+    """Ignore those of these signals that have no handler but Python's own."""
+    for kind in kinds:
         if signal.getsignal(kind) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(kind, signal.SIG_IGN)
 
@@ -329,7 +334,7 @@ class Child:
         self.began: int | None = None  # first step that it reported
         self.step: int | None = None  # last step that it reported
         self.beat_s: float | None = None  # time of its last heartbeat; None if it does not train
-        self._run_step: int | None = None  # last step that its present run reported; None: no run
+        self.run_step: int | None = None  # last step that its present run reported; None: no run
         called = {} if roll_call is None else roll_call.environ(str(rank))
         beats, beaten = os.pipe()
         try:
@@ -420,9 +425,9 @@ class Child:
         with beats:
             for line in beats:
                 if line == "\n":  # it trains no more
-                    self.beat_s = self._run_step = None
+                    self.beat_s = self.run_step = None
                     continue
-                self.step = self._run_step = int(line)
+                self.step = self.run_step = int(line)
                 self.beat_s = self._clock.now()
                 if self.began is None:
                     self.began = self.step
@@ -456,7 +461,7 @@ class Child:
         if self._roll_call is None:
             return ChildExit(self._rank, code)
         found = self._roll_call.true_code(
-            str(self._rank), self._command, self._child.pid, code, self._run_step
+            str(self._rank), self._command, self._child.pid, code, self.run_step
         )
         self._roll_call.let_go(str(self._rank))
         return ChildExit(self._rank, *found)

@@ -17,7 +17,7 @@ import numpy as np
 from absl import logging
 from jaxtyping import Array
 
-from jaxgoodput._exits import DONE, Exit
+from jaxgoodput._exits import DONE, SAVED, Exit
 from jaxgoodput._fields import serial
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.loader import StepBatch
@@ -186,7 +186,7 @@ class Loop:
             raise
         finally:
             self._finish(ending.reason)
-        if ending.error is not None and not (failure and _says_done(ending.error)):
+        if ending.error is not None and not (failure and _says_safe(ending.error)):
             self._raise_error(ending.error, is_saved=must_save or self.now.step == first)
         if failure is not None:
             logging.error("%s", failure)  # Python prints nothing for a SystemExit
@@ -559,9 +559,9 @@ def _analyst_of(
     return analyst
 
 
-def _says_done(error: BaseException) -> bool:
-    """Whether an error ends the process with the exit code of a run that is done: `sys.exit()`."""
-    return isinstance(error, SystemExit) and error.code in (None, DONE)
+def _says_safe(error: BaseException) -> bool:
+    """Whether an error ends the process with the exit code of a run that is done or saved: `sys.exit()`."""
+    return isinstance(error, SystemExit) and error.code in (None, DONE, SAVED)
 
 
 def _named(error: BaseException) -> str:

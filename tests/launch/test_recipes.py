@@ -316,6 +316,27 @@ def test_slurm_elastic_saves_and_requeues_when_time_is_up(signum, requeued, slur
     assert max(saved) >= max(steps_in(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "given, file",
+    [({}, None), ({"MAX": "4"}, "~/.jaxgoodput/slurm-17"), ({"JOIN": "a file"}, "a file")],
+)
+def test_slurm_elastic_waits_for_further_nodes_only_if_some_are_to_join(
+    given, file, slurm, tmp_path
+):
+    """With `--join-file`, a job whose nodes do not all start waits for others."""
+    stub = tmp_path / "bin" / "jaxgoodput"
+    stub.write_text('#!/bin/sh\nfor word; do echo "word: $word"; done\n')
+    stub.chmod(0o755)
+    with Job(["bash", str(LAUNCH / "slurm_elastic.sbatch"), "a.py"], {**slurm, **given}) as job:
+        end = job.wait()
+    words = [x.removeprefix("word: ") for x in end.out.splitlines() if x.startswith("word: ")]
+    options = command_parser().parse_args(words[: words.index("--")])
+    home = str(tmp_path / "home")
+    expected = None if file is None else pathlib.Path(file.replace("~", home))
+    assert end.code == 0 and options.join_file == expected
+    assert options.hosts == "n1,n2"
+
+
 @pytest.mark.slow
 @pytest.mark.multihost
 def test_slurm_join_adds_a_node_of_its_own_to_a_job_that_runs_and_leaves_before_its_time_is_up(
@@ -337,7 +358,8 @@ def test_slurm_join_adds_a_node_of_its_own_to_a_job_that_runs_and_leaves_before_
             time.sleep(0.05)
 
     with Job(["bash", str(LAUNCH / "slurm_join.sbatch"), *command], {**slurm, **own}) as more:
-        with Job(["bash", str(LAUNCH / "slurm_elastic.sbatch"), *command], slurm) as job:
+        growing = {**slurm, "MAX": "3"}
+        with Job(["bash", str(LAUNCH / "slurm_elastic.sbatch"), *command], growing) as job:
             until(lambda: 3 in sizes_in(tmp_path))
             (kept,) = (tmp_path / "home" / ".jaxgoodput").iterdir()
             assert kept.name == "slurm-17" and kept.stat().st_mode & 0o77 == 0

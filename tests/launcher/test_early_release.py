@@ -19,8 +19,8 @@ from jaxgoodput.launcher import early_release
 from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic import rendezvous as rv
 from jaxgoodput.launcher.elastic.fitness import Check, Pace
-from jaxgoodput.launcher.elastic.state import Limits, Rendezvous, Stage
-from jaxgoodput.launcher.release_plan import ReleaseRecord, RestOfRun, best_release
+from jaxgoodput.launcher.elastic.state import Host, Limits, Rendezvous, Stage
+from jaxgoodput.launcher.release_plan import FEWEST_HOSTS, ReleaseRecord, RestOfRun, best_release
 
 # -- the decision --------------------------------------------------------------------------------------
 
@@ -78,6 +78,7 @@ class Run:
                 names = [n for n in names if self.hosts[n] not in found.hosts]
                 assert len({self.hosts[n] for n in names}) == found.num_hosts
                 assert len(names) == found.num_processes and self.least <= len(names) < before
+                assert found.num_hosts >= FEWEST_HOSTS, "the state is in memory at least twice"
                 delayed_s += max(found.later_s, 0.0)
                 times += 1
                 at_s += real_regroup_s
@@ -178,6 +179,9 @@ EVEN = Run(
         ({"left": 0}, ""),
         ({"left": 400}, ""),  # one step is over before the others have regrouped
         ({"is_leased": True, "part": 1}, ""),  # each takes what it can
+        ({"samples_s": {"a": 1e-3, "b": 2e-3, "c": 8e-3, "d": 8e-3}}, "cd"),  # one alone would be as fast
+        ({"samples_s": {"a": 1e-3, "b": 9e-3}}, ""),
+        ({"samples_s": {"a": 1e-3}}, ""),
         ({"is_leased": True}, "cd"),  # four parts: the slow ones have one each, as long as two of a fast one
     ],
 )  # fmt: skip
@@ -290,6 +294,58 @@ def test_a_host_may_come_again_once_another_has_been_lost():
     job.happen(ev.AgentLost("h1"))
     actions = job.happen(ev.HostArrived("h2"))
     assert any(isinstance(x, ev.Examine) and x.host == "h2" for x in actions)
+
+
+def test_a_job_that_falls_back_to_a_checkpoint_takes_hosts_in_again():
+    job = Machine()
+    job.windows()
+    job.leave()
+    job.go()
+    # Nobody is left who holds the state: two new processes begin at the last checkpoint.
+    started = []
+    for name in ("h0", "h1"):
+        actions = job.happen(ev.ProcessExited(f"{name}.1", -9))
+        started += [x.host for x in actions if isinstance(x, ev.StartProcess)]
+    assert started == ["h0", "h1"]
+    for name in started:
+        job.happen(ev.ProcessJoined(f"{name}.2", name))
+    for name in started:
+        job.happen(ev.Ready(f"{name}.2", 0, -1))
+    assert job.machine.stage is Stage.FORMING and not job.machine.holders
+    actions = job.happen(ev.HostArrived("h2"))
+    assert [type(x) for x in actions] == [ev.Examine]
+
+
+@pytest.mark.parametrize(
+    ("left", "is_wanted"), [(40_000, False), (40_400, False), (40_401, True), (None, True)]
+)
+def test_a_run_that_has_more_to_do_than_at_the_release_takes_hosts_in_again(left, is_wanted):
+    """One step more may be left, because the process that was ahead has gone."""
+    job = Machine()
+    job.windows()
+    job.leave()
+    job.go()
+    job.windows(slow=(), count=1, left=left)
+    actions = job.happen(ev.HostArrived("h2"))
+    assert [type(x) for x in actions] == [ev.Examine if is_wanted else ev.LetGo]
+
+
+def test_hosts_that_are_left_out_are_let_go_too():
+    job = Machine(5, least=1)
+    job.machine = dataclasses.replace(
+        job.machine,
+        hosts={
+            **job.machine.hosts,
+            "slow": Host(until_s=1e9),
+            "gone": Host(until_s=1e9, is_here=False),
+        },
+    )
+    actions, gone = job.windows(slow=("h3.1", "h4.1"), count=4)
+    assert "slow" in gone and "gone" not in gone
+    told = {x.decision.host for x in actions if isinstance(x, ev.Tell)}
+    assert told == set(gone)
+    job.now_s = 2e9
+    assert not [x for x in job.happen(ev.Tick()) if isinstance(x, ev.Examine)]
 
 
 @pytest.mark.parametrize(

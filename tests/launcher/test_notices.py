@@ -8,6 +8,7 @@ import queue
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -393,6 +394,21 @@ def test_a_signal_is_a_notice_and_the_handler_before_comes_back():
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_that_comes_while_python_shuts_down_does_not_end_the_process():
+    """Its exit code would be 138, although what the command did is known by then."""
+    script = """
+import atexit, os, queue, signal
+from jaxgoodput.clock import SystemClock
+from jaxgoodput.launcher.notices import watch
+from jaxgoodput.launcher.notices.notice import NoticeSettings, SignalSource
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGUSR1))
+with watch.notices_to(queue.SimpleQueue(), NoticeSettings((SignalSource("USR1"),)), SystemClock()):
+    pass
+raise SystemExit(7)
+"""
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 7
 
 
 @pytest.mark.parametrize(

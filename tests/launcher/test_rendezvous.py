@@ -601,6 +601,20 @@ def test_who_stands_still_while_it_starts_does_not_hold_up_the_end():
     assert actions == [ev.EndJob(0, "all processes have ended")]
 
 
+def test_who_leaves_a_run_and_is_killed_after_it_is_complete_takes_nothing_from_it():
+    """Such as one whose machine is gone before its script has ended."""
+    machine = trained(FAST, "a", "b", "c")
+    machine, _ = run(machine, ev.Leave("b"), ev.ProcessDone("a"))
+    machine, _ = run(machine, ev.ProcessExited("b", -9))
+    assert code_of(machine, ev.ProcessExited("a", 0), ev.ProcessExited("c", 0)) == 0
+    machine = trained(FAST, "a", "b")
+    machine, _ = run(machine, ev.ProcessDone("a"), ev.ProcessExited("b", -9))
+    assert code_of(machine, ev.ProcessExited("a", 0)) == 137, "it was not to leave"
+    machine = stepping(FAST, "a", "b")
+    machine, _ = run(machine, ev.Leave("b"), ev.Stop(), ev.ProcessExited("b", -9))
+    assert code_of(machine, ev.ProcessExited("a", 143)) == 137, "the run is not complete"
+
+
 @pytest.mark.parametrize("least, most", [(0, 1), (3, 2)])
 def test_limits_that_no_job_can_keep_are_refused(least, most):
     with pytest.raises(ValueError, match="MIN <= MAX"):

@@ -30,7 +30,7 @@ def slurm():
 class Submitted:
     """The recipe as a job of Slurm's, training `elastic_worker.py`."""
 
-    def __init__(self, slurm, folder, *, nodes, epochs=150, settings=()):
+    def __init__(self, slurm, folder, *, nodes, epochs=150, settings=(), **variables):
         self.slurm, self.folder, self.epochs = slurm, folder, epochs
         self.log = folder / "log"
         self.command = (elastic_worker.__file__, str(folder), str(epochs), "0.05", *settings)
@@ -43,7 +43,7 @@ class Submitted:
             "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
             **compilations.JOBS,
         }
-        self.number = self.submit(RECIPE, self.log, nodes=nodes)
+        self.number = self.submit(RECIPE, self.log, nodes=nodes, **variables)
 
     def submit(self, recipe, log, *, nodes=1, **variables):
         """Submit a recipe with the script and arguments of this job; its number."""
@@ -159,7 +159,7 @@ def test_goes_on_without_a_worker_and_without_a_node(slurm, tmp_path):
 
 
 def test_nodes_of_other_jobs_join_a_job_that_runs_and_leave_when_their_time_is_up(slurm, tmp_path):
-    job = Submitted(slurm, tmp_path, nodes=1, epochs=200)
+    job = Submitted(slurm, tmp_path, nodes=1, epochs=200, MAX="3")
     job.wait_for_processes(1)
     first = job.worker("n0")
     more = [job.submit(JOIN, tmp_path / f"more{i}", JOB=job.number) for i in range(2)]

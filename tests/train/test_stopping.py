@@ -103,6 +103,20 @@ def test_a_run_whose_last_save_fails_is_not_done(tmp_path, full_disk):
     )  # it is not lost to who asks
 
 
+@pytest.mark.parametrize("code", [None, 0, 143])
+def test_a_hook_that_ends_the_process_well_does_not_hide_that_the_last_save_fails(
+    code, tmp_path, full_disk
+):
+    def act(event):
+        if event.step == 4:
+            sys.exit(code)
+
+    full_disk.add(True)
+    with pytest.raises(NotSaved) as ended:
+        Counting(counting_config(tmp_path), hooks=[Recorder(act)], loop=InStep).fit()
+    assert ended.value.code == 75
+
+
 def test_a_run_that_is_not_to_be_saved_is_done_without(tmp_path, full_disk):
     full_disk.add(True)
     Counting(counting_config(tmp_path, saving__at_end=False)).fit()

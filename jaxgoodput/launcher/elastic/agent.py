@@ -50,6 +50,9 @@ from jaxgoodput.launcher.worker import WorkerEnv, inherited_environ, pipe_name
 _LOOKS = 5  # checks for stopped workers per heartbeat timeout
 _RETRY_S = 0.5
 _CONNECT_S = 5.0
+_ANSWER_S = (
+    1.0  # after which a coordinator has said that the workers of a leaving host are to save, if so
+)
 
 # Packages that decide what a step computes, or what processes send each other.
 _PACKAGES = ("jaxgoodput", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
@@ -148,7 +151,8 @@ def run_agent(command: Sequence[str], part: AgentSettings, *, clock: Clock) -> i
                     return code
                 why = "it has gone"
                 if agent.was_accepted:
-                    deadline_s, lost_step = clock.now() + part.reconnect_s, agent.lost_step
+                    deadline_s = clock.now() + part.reconnect_s
+                    lost_step = max(lost_step, agent.lost_step)
             if clock.now() >= deadline_s:
                 where = part.address if given.join_file is None else f"what {given.join_file} says"
                 say(
@@ -227,6 +231,10 @@ class HostWorkers:
         clock: Clock,
     ):
         self._kill_s = math.inf  # when all workers that are left will be killed
+        self._gone_s = (
+            math.inf
+        )  # when they must have ended in any case, because the host will be gone
+        self._killed: set[str] = set()  # workers that were sent SIGKILL from here
         self._command = command
         self._part = part
         self._events = events
@@ -286,8 +294,12 @@ class HostWorkers:
 
     @property
     def last_step(self) -> int:
-        """The last step that a running worker has reported; 0 if none trains."""
-        return max((child.step or 0 for _, child in self._running.values()), default=0)
+        """The last step that a run which is not over has reported; 0 if no worker trains."""
+        return max((child.run_step or 0 for _, child in self._running.values()), default=0)
+
+    def has_killed(self, member: str) -> bool:
+        """Return whether the worker of this member was sent SIGKILL from here."""
+        return member in self._killed
 
     def start_waiting(self) -> None:
         """Start the worker that has waited longest for a slot, if any waits."""
@@ -299,10 +311,13 @@ class HostWorkers:
         if member in self._waiting:
             self._waiting.remove(member)
         if member in self._running:
+            self._killed.add(member)
             self._running[member][1].send(signal.SIGKILL)
 
     def send_all(self, signum: int) -> None:
         """Send this signal to all workers of the host."""
+        if signum == signal.SIGKILL:
+            self._killed.update(self._running)
         for _, child in self._running.values():
             child.send(signum)
 
@@ -312,12 +327,13 @@ class HostWorkers:
         return not math.isinf(self._kill_s)
 
     def kill_after_grace(self) -> None:
-        """Kill the workers that are left when a grace period is over, which begins now."""
-        self._kill_s = self._clock.now() + self._part.grace_s
+        """Kill the workers that are left when a grace period is over, which begins now; or `kill_within`."""
+        self._kill_s = min(self._clock.now() + self._part.grace_s, self._gone_s)
 
     def kill_within(self, seconds: float) -> None:
-        """Kill the workers that are left after so many seconds, if not earlier."""
-        self._kill_s = min(self._kill_s, self._clock.now() + seconds)
+        """Kill the workers that are left after so many seconds, if not earlier, whatever comes later."""
+        self._gone_s = min(self._gone_s, self._clock.now() + seconds)
+        self._kill_s = min(self._kill_s, self._gone_s)
 
     def look_after(self) -> float | None:
         """Kill workers that are stopped or overdue; return the seconds until the next look, None: never."""
@@ -337,7 +353,7 @@ class HostWorkers:
             stopped_s = child.stopped_s()
             if stopped_s and stopped_s >= self._part.silent_s:
                 say(f"SIGKILL to {member}: it was stopped (SIGSTOP) for {stopped_s:.0f} s")
-                child.send(signal.SIGKILL)
+                self.kill(member)
             child.kill_if_overdue()
 
     def _environ(self, member: str, slot: int) -> dict[str, str]:
@@ -394,6 +410,7 @@ class Agent:
         self._is_finished = False
         self._code: int | None = None
         self._codes: list[int] = []  # of workers that ended since this host leaves the job
+        self._spared_s = math.inf  # time from which it is sure that the others go on with the state
         self.lost_step = 0
         """The last step of the workers that ran here when the coordinator went; 0 if none trained."""
 
@@ -451,7 +468,10 @@ class Agent:
             self._workers.start_waiting()
         self._send(ev.ProcessExited(member, code))
         if self._is_leaving and child is not None and child.step is not None:
-            self._codes.append(code)
+            # One that did not leave in time was killed from here, but the others hold the state.
+            was_killed = code == -signal.SIGKILL and self._workers.has_killed(member)
+            if not (was_killed and self._clock.now() >= self._spared_s):
+                self._codes.append(code)
         if self._is_leaving and not self._workers:
             self._finish_leaving()
 
@@ -474,6 +494,8 @@ class Agent:
             self._is_leaving = True
             say(f"{self._part.name}: {why}, leaving the job")
             self._send(ev.Leave(self._part.name, why, within_s))
+            self._spared_s = self._clock.now() + _ANSWER_S
+        if not self._workers.is_grace_running:  # nothing hurried while the host was only released
             self._workers.kill_after_grace()
         if within_s is not None:
             self._workers.kill_within(seconds_to_leave(within_s, self._part.grace_s))
@@ -481,12 +503,15 @@ class Agent:
             self._finish_leaving()
 
     def _be_let_go(self, why: str) -> None:
-        """Have this host's workers leave after the current step: the rest of the run does not need them."""
+        """Have this host's workers leave after the current step: the rest of the run does not need them.
+
+        Nothing hurries, so they may take as long for it as they need.
+        """
         if self._is_leaving:
             return
         self._is_leaving, self._code_left = True, DONE
+        self._spared_s = self._clock.now()
         say(f"{self._part.name} is released: {why}")
-        self._workers.kill_after_grace()
         if not self._workers:
             self._finish_leaving()
 
@@ -521,8 +546,10 @@ class Agent:
             case ev.Kill(member):
                 self._workers.kill(member)
             case messages.StopWorkers():
+                self._spared_s = math.inf
                 self._workers.send_all(signal.SIGTERM)
-                self._workers.kill_after_grace()  # in full, even if the host leaves: they save now
+                # As long as the host is there, even if it leaves: they save now.
+                self._workers.kill_after_grace()
             case ev.EndJob(code):
                 self._is_over, self._code = True, code
                 if not self._workers.is_grace_running:  # it would begin again

@@ -78,9 +78,9 @@ class Coordinator:
         return self._listener.address
 
     @property
-    def hosts(self) -> tuple[str, ...]:
-        """The names of the hosts whose agents are connected."""
-        return tuple(self._agents)
+    def slots(self) -> dict[str, int]:
+        """The number of processes of each host whose agent is connected."""
+        return {host: hello.slots for host, (hello, _) in self._agents.items()}
 
     def run(self, told: Callable[[], str | None]) -> int:
         """Serve until the job is over; return its exit code.
@@ -195,11 +195,11 @@ class Coordinator:
             return
         del self._agents[host]
         known.close()
-        is_planned = channel is not None and host in self._state.leaving
+        lost = [name for name, member in self._state.members.items() if member.host == host]
+        is_planned = channel is not None and host in self._state.leaving and not lost
         say(f"{host} has left{', as planned' if is_planned else f': {why}'}")
-        for name, member in list(self._state.members.items()):
-            if member.host == host:
-                self._exited(ev.ProcessExited(name, -9))
+        for name in lost:
+            self._exited(ev.ProcessExited(name, -9))
         self._forget_starts(host)
         self._happen(ev.AgentLost(host))
 

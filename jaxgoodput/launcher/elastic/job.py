@@ -110,13 +110,12 @@ def run_elastic(command: Sequence[str], job: Job, *, clock: Clock | None = None)
     clock = clock or SystemClock()
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_to(events))
+        stack.enter_context(notices_to(events, job.notices, clock))  # until all has been closed
+        slots = {name: _slots_of(job, name) for name in started.names}
+        grouped = job.hosts_per_group is not None
+        limits = with_slots(limits, job.slots, named=[*slots.values()], grouped=grouped)
         coordinator = Coordinator(
-            with_slots(
-                limits,
-                job.slots,
-                named=[host.slots or job.slots for host in job.hosts],
-                grouped=job.hosts_per_group is not None,
-            ),
+            limits,
             host=host,
             port=port,
             secret=secret,
@@ -125,19 +124,18 @@ def run_elastic(command: Sequence[str], job: Job, *, clock: Clock | None = None)
         )
         stack.callback(started.close)
         stack.callback(coordinator.close)
-        stack.enter_context(notices_to(events, job.notices, clock))
         say(f"the job is at {coordinator.address}, for {job.least} to {job.most} hosts")
         if job.join_file is not None:
             details = JoinDetails(coordinator.address, secret)
             stack.enter_context(join_file_there(job.join_file, details))
-        named = NamedHosts(started.names, coordinator, needed, may_grow=job.join_file is not None)
+        named = NamedHosts(slots, coordinator, limits.needed, may_grow=job.join_file is not None)
 
         def told() -> str | None:
             while not events.empty():
                 why = _why_to_stop(events.get())
                 if why is not None:
                     return why
-            return named.look() if named.names and port is None else None
+            return named.look() if slots and port is None else None
 
         started.start(partial(_agent_arguments, command, job, coordinator.address), named.ended)
         return coordinator.run(told)
@@ -187,14 +185,15 @@ def _checked(command: Sequence[str], job: Job) -> tuple[Limits, str]:
 class NamedHosts:
     """Watches the hosts whose agents this process has started, if no other host is sure to join.
 
-    An agent that has ended does not come back. If fewer than `least` are left, the job might wait for ever.
-    One that `may_grow` waits for its first start all the same.
+    `slots` are their numbers of processes. An agent that has ended does not come back. If the hosts that are
+    left have room for fewer than `least` processes, the job might wait for ever. One that `may_grow` waits
+    for its first start all the same.
     """
 
     def __init__(
-        self, names: Sequence[str], coordinator: Coordinator, least: int, *, may_grow: bool
+        self, slots: Mapping[str, int], coordinator: Coordinator, least: int, *, may_grow: bool
     ):
-        self.names = names
+        self._slots = slots
         self._may_grow = may_grow
         self._coordinator = coordinator
         self._least = least
@@ -210,15 +209,20 @@ class NamedHosts:
     def look(self) -> str | None:
         """End the job if too few hosts are left; return "SIGTERM" if it is to save its state before."""
         codes = dict(self._codes)
-        here = set(self._coordinator.hosts)
-        self._could_train |= len(here) >= self._least
-        left = (set(self.names) - set(codes)) | here
-        if self._is_said or len(left) >= self._least:
+        here = self._coordinator.slots
+        self._could_train |= sum(here.values()) >= self._least
+        # Processes count: hosts of many may go on without those of few, which an early release lets go.
+        left = {name: slots for name, slots in self._slots.items() if name not in codes} | here
+        if self._is_said or sum(left.values()) >= self._least:
             return None
         if self._may_grow and left and not self._could_train:
             return None
         self._is_said = True
-        why = f"the agents of {', '.join(codes)} have ended, and it needs {self._least} hosts"
+        sizes = set(self._slots.values())
+        needed = f"{self._least} processes"
+        if len(sizes) == 1:
+            needed = f"{-(-self._least // sizes.pop())} hosts"
+        why = f"the agents of {', '.join(codes)} have ended, and it needs {needed}"
         if left and self._could_train:
             say(f"the job cannot go on: {why}")
             return signal.SIGTERM.name
@@ -226,9 +230,13 @@ class NamedHosts:
         return None
 
 
+def _slots_of(job: Job, name: str) -> int:
+    """Return the number of processes on a host that this command starts."""
+    return next((host.slots for host in job.hosts if host.name == name), None) or job.slots
+
+
 def _agent_arguments(command: Sequence[str], job: Job, address: str, name: str) -> list[str]:
-    slots = next((host.slots for host in job.hosts if host.name == name), None) or job.slots
-    arguments = ["--rdzv-endpoint", address, "--nproc-per-node", str(slots)]
+    arguments = ["--rdzv-endpoint", address, "--nproc-per-node", str(_slots_of(job, name))]
     if job.devices_per_process is not None:
         arguments += ["--devices-per-process", str(job.devices_per_process)]
     arguments += ["--grace-s", str(job.grace_s), "--silent-s", str(job.silent_s)]
@@ -239,7 +247,8 @@ def _agent_arguments(command: Sequence[str], job: Job, address: str, name: str) 
 def _endpoint(job: Job) -> tuple[str, int | None]:
     """Return the host and port to listen at: the loopback interface, unless other hosts are to connect."""
     if job.endpoint is None:
-        return _own_name() if job.hosts else "127.0.0.1", None
+        others_may_come = job.hosts or job.join_file is not None
+        return _own_name() if others_may_come else "127.0.0.1", None
     host, colon, port = job.endpoint.rpartition(":")
     if not colon or not host or not port.isdigit() or int(port) > 65535:
         raise UsageError(

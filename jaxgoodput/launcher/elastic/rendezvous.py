@@ -147,6 +147,9 @@ def _exited_after_the_end(turn: Turn, member: KnownProcess, event: ev.ProcessExi
     took_part = event.member in state.ranks
     # A process that was killed while it was still starting was not needed any more.
     code = event.code if took_part or member.killed_s is None else DONE
+    # One that was to leave has nothing that the complete run lacks.
+    if event.code == -9 and member.leaves and state.is_done:
+        code = DONE
     # One that had nothing to save says 143, too, which says nothing of the state that others had.
     had_state = event.member in state.savers or member.step is not None
     if exit_code([code]) == SAVED and not had_state:
@@ -423,6 +426,8 @@ def _form_if_possible(turn: Turn) -> None:
     holders, held_step = state.newest_held([*ranks, *others])
     number = state.generation + 1
     turn.enter(Stage.FORMING, generation=number, ranks=ranks, holders=holders)
+    if not holders:
+        early_release.take_back(turn)  # it begins at a checkpoint, or anew
     for name in ranks:
         turn.change_process(name, is_set=False)
     turn.act(ev.Form(number, ranks, holders, held_step, state.news))

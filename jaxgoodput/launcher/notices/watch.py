@@ -3,6 +3,7 @@
 A source that does not answer harms nothing: it is asked again after ever longer pauses, and one line says so.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import pathlib
@@ -26,7 +27,7 @@ from jaxgoodput.launcher.notices.notice import (
     SignalSource,
     seconds_in,
 )
-from jaxgoodput.launcher.supervise import say
+from jaxgoodput.launcher.supervise import ignore_if_default, say
 
 _LONGEST_PAUSE_S = 10.0  # after failures: some notices come only 30 s before the end
 _FILE_PAUSE_S = 1.0
@@ -113,7 +114,8 @@ def notices_to(
 ) -> Iterator[None]:
     """Put each `Notice` of the named sources on a queue inside the block. No source is asked outside of it.
 
-    Enter it in the main thread if a signal is among the sources: no other can receive signals.
+    Enter it in the main thread if a signal is among the sources: no other can receive signals. While Python
+    shuts down, the signal is ignored, as in `signals_to`.
     """
     watchers: list[Worker] = []
     with contextlib.ExitStack() as stack:
@@ -152,6 +154,7 @@ def _receive(
     notice = Notice(name, "this host is to leave", source.within_s)
     # A handler may run in the middle of any code. SimpleQueue.put is reentrant, so it is safe there.
     before = signal.signal(source.number, lambda *_: events.put(notice))
+    stack.callback(atexit.register, ignore_if_default, (source.number,))
     stack.callback(signal.signal, source.number, before)
 
 
