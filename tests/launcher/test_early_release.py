@@ -481,7 +481,12 @@ PATIENT = ("--silent-s", "60")  # a busy machine must not look like a broken one
 @pytest.mark.multihost
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("split", "slow"), [("even", ("x3", "x6")), ("leased", ("x6", "x12"))], ids=lambda x: str(x)
+    ("split", "slow"),
+    [
+        ("even", ("x3", "x6")),
+        pytest.param("leased", ("x6", "x12"), marks=pytest.mark.nightly),
+    ],
+    ids=lambda x: str(x),
 )
 def test_slow_hosts_leave_with_exit_code_0_and_the_job_ends(split, slow):
     """Real coordinator, agents and processes, whose steps are pauses."""

@@ -13,7 +13,11 @@ from jaxgoodput.launcher.elastic import messages
 from jaxgoodput.launcher.elastic.agent import facts_of
 from jaxgoodput.launcher.elastic.fitness import Check, Pace
 
-pytestmark = [pytest.mark.multihost, pytest.mark.slow]
+# Agents do not load JAX; a test's own process may have, which warns of every fork then.
+pytestmark = [
+    *(pytest.mark.multihost, pytest.mark.slow),
+    pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"),
+]
 
 COMMAND, SECRET, LIMIT_S = ("python", "train.py"), "a secret of tests", 300.0
 

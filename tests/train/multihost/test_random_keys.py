@@ -25,6 +25,7 @@ def table(*arguments, limit_s):
     return [line.split("|")[1:-1] for line in done.stdout.splitlines()[2:]]
 
 
+@pytest.mark.nightly
 def test_two_processes_of_two_devices_and_a_run_that_is_resumed_draw_what_one_process_draws():
     rows = table(
         *("--only", "2 processes of 2 devices"),

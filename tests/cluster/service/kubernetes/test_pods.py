@@ -55,6 +55,9 @@ STYLE = WorkloadStyle(
     agent="me", namespace=SPACE, template=manifests.pod_template(OPTIONS), resource="nvidia.com/gpu"
 )
 
+# Agents do not load JAX; a test's own process may have, which warns of every fork then.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+
 
 def group(job="a", number=2, *, attempt=1, **changes):
     fields = {
