@@ -149,8 +149,12 @@ class Ended(Trainer):
             subprocess.run(["mount", "--bind", checkpoints, checkpoints], check=True)
             subprocess.run(["mount", "-o", "remount,bind,ro", checkpoints], check=True)
         if self.moment == "no folder":
-            shutil.rmtree(checkpoints, ignore_errors=True)
-            checkpoints.write_text("a file in place of the folder")
+            made = self.folder / "file"
+            made.write_text("a file in place of the folder")
+            while not checkpoints.is_file():  # a save may make the folder anew at any time
+                shutil.rmtree(checkpoints, ignore_errors=True)
+                with contextlib.suppress(IsADirectoryError):
+                    os.replace(made, checkpoints)
         if self.moment == "no process left" and name() == "1":
             os._exit(3)
         if self.moment == "one exits 0" and name() == "1":
