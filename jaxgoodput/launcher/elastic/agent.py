@@ -50,9 +50,7 @@ from jaxgoodput.launcher.worker import WorkerEnv, inherited_environ, pipe_name
 _LOOKS = 5  # checks for stopped workers per heartbeat timeout
 _RETRY_S = 0.5
 _CONNECT_S = 5.0
-_ANSWER_S = (
-    1.0  # after which a coordinator has said that the workers of a leaving host are to save, if so
-)
+_ANSWER_S = 1.0  # within which a coordinator says whether workers of a leaving host are to save
 
 # Packages that decide what a step computes, or what processes send each other.
 _PACKAGES = ("jaxgoodput", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
@@ -141,9 +139,8 @@ def run_agent(command: Sequence[str], part: AgentSettings, *, clock: Clock) -> i
                     if isinstance(error, wire.WrongSecret):
                         say(f"{part.name}: {error}")
                         return USAGE
-                why = str(
-                    error
-                )  # a join file may be of a job that has ended, until another writes it
+                # A join file may be of a job that has ended, until another writes it.
+                why = str(error)
             else:
                 agent = Agent(channel, program, part, events, clock)
                 code = agent.run()
@@ -231,9 +228,7 @@ class HostWorkers:
         clock: Clock,
     ):
         self._kill_s = math.inf  # when all workers that are left will be killed
-        self._gone_s = (
-            math.inf
-        )  # when they must have ended in any case, because the host will be gone
+        self._gone_s = math.inf  # when they must have ended, because the host will be gone
         self._killed: set[str] = set()  # workers that were sent SIGKILL from here
         self._command = command
         self._part = part
