@@ -20,6 +20,7 @@ from jaxgoodput.observe.events import FitStart, StepEnd, TuneEnd
 from jaxgoodput.optim import adaptation
 from jaxgoodput.optim.adaptive import adaptive
 from jaxgoodput.optim.noise import NoiseSample
+from jaxgoodput.tune import due
 from jaxgoodput.tune.remembered import FOLDER, Memory, ProgramMemory
 from jaxgoodput.tune.timings import Parts
 
@@ -30,6 +31,13 @@ NIGHTLY = (pytest.mark.slow, pytest.mark.nightly)
 # Almost nothing but a cost per step, so that noise decides; data around 0 are nothing but noise.
 def step_s(batch):
     return 0.010 + 1e-6 * batch.global_batch_size
+
+
+@pytest.fixture(autouse=True)
+def verdicts_by_steps(monkeypatch):
+    """Verdicts come every so many steps, however fast the machine runs these small ones."""
+    monkeypatch.setattr(due, "LEAST_S", 0.0)
+    monkeypatch.setattr(due, "LEAST_TIMES", 0.0)
 
 
 class Timed(InStep):
