@@ -148,11 +148,11 @@ def forecast(workdir: str | os.PathLike[str], shapes: Sequence[Shape]) -> Foreca
 
 
 def records_of(folder: pathlib.Path) -> list[Record]:
-    """Return the records of a run, except undone ones; damaged lines are skipped.
+    """Return the records of a run, except undone ones; damages are logged.
 
     Raises FileNotFoundError if there is no folder, or no run has written its journal there.
     """
-    return journal.read_workdir(folder, on_torn=lambda where, text: None)
+    return journal.read_workdir(folder)
 
 
 def learnt_of(

@@ -1,9 +1,9 @@
 """The journal of a run: `workdir/goodput.jsonl`, one JSON object per line, only ever appended to.
 
 A line holds `event` (the name of a class of `events.py`), `wall` (Unix seconds), `restart` (0 for the first
-run in this workdir) and the fields of the event. `Journal` writes events, `read` returns them. A run that
-resumes from a checkpoint undoes what was done after it; readers leave out what was undone, so that nothing
-counts twice. Lines that cannot be read are skipped.
+run in this workdir), the fields of the event, a number and a checksum (`checked_lines.py`). `Journal` writes
+events, `read` returns them. A run that resumes from a checkpoint undoes what was done after it; readers leave
+out what was undone, so that nothing counts twice. Damaged lines are left out and named.
 
 A file that has grown to `SEGMENT_BYTES` is renamed to `goodput.1.jsonl`, the next to `goodput.2.jsonl`, and
 so on. The newest `NUM_WHOLE` of these segments stay as they are. In older ones, neighbouring windows with the
@@ -13,7 +13,6 @@ takes megabytes, and its totals stay the same.
 
 import dataclasses
 import itertools
-import json
 import math
 import os
 import pathlib
@@ -27,6 +26,15 @@ from jaxgoodput._fields.serial import decode, encode, parse
 from jaxgoodput.clock import Clock
 from jaxgoodput.observe import events
 from jaxgoodput.observe.badput import SavedLedger, TimeLedger
+from jaxgoodput.observe.checked_lines import (
+    REPEATED,
+    LineOrder,
+    checked,
+    first_of,
+    is_whole,
+    number_of,
+    renumbered,
+)
 from jaxgoodput.observe.events import EvalEnd, Event, FitStart, TuneEnd, Window
 
 FILE_NAME = "goodput.jsonl"
@@ -84,6 +92,8 @@ class Journal:
         self._set_aside_at = SEGMENT_BYTES
         self._file = self._open()
         self._torn = _ends_mid_line(self._file)
+        newest = next(_newest_first(segments(self._path)), {})
+        self._num_lines = number_of(newest) or 0
 
     def write(self, event: Event) -> None:
         """Append one event, without the fields that are marked `NOT_JOURNALED`."""
@@ -98,7 +108,8 @@ class Journal:
         for field in dataclasses.fields(event):
             if field.metadata.get("journaled", True):
                 line[field.name] = encode(getattr(event, field.name))
-        data = _line(line)
+        self._num_lines += 1  # a line that is lost counts, so that readers miss it
+        data = checked(line, self._num_lines)
         if self._torn:
             # A killed run or a full disk left an unfinished line: begin a new one.
             data = b"\n" + data
@@ -160,10 +171,6 @@ class Journal:
             )
 
 
-def _line(record: dict[str, Any]) -> bytes:
-    return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"
-
-
 def segments(path: str | os.PathLike[str]) -> list[pathlib.Path]:
     """Return the files of a journal, oldest first; [] if there is no journal."""
     path = pathlib.Path(path)
@@ -181,11 +188,23 @@ def _older(path: pathlib.Path) -> dict[int, pathlib.Path]:
 
 
 def _shorten(path: pathlib.Path) -> None:
-    """Rewrite a segment with windows merged and verdicts counted; drop lines that cannot be read."""
+    """Rewrite a segment with windows merged and verdicts counted, unless it is damaged or older."""
+    records: list[dict[str, Any]] = []
+    last = None
+    for raw in filter(bytes.strip, _lines(path)):
+        record = _parsed(raw)
+        number = None if record is None else number_of(record)
+        if record is None or number is None or not (last is None or first_of(record) == last + 1):
+            return  # so that readers can still say what is wrong with it
+        records.append(record)
+        last = number
+    first = first_of(records[0]) if records else None
+    if first is None or last is None:
+        return
     brief = path.with_suffix(".tmp")
     try:
         with brief.open("wb") as file:
-            file.writelines(map(_line, _merged(filter(None, map(_parsed, _lines(path))))))
+            file.writelines(renumbered(_merged(records), first, last))
         brief.replace(path)
     finally:
         brief.unlink(missing_ok=True)
@@ -260,7 +279,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _parsed(raw: bytes) -> dict[str, Any] | None:
-    """Return the JSON object in a line; None if it lacks an event, a time, a restart number or a step."""
+    """Return the JSON object in a line; None if it is damaged, or lacks an event, time, restart or step."""
     try:
         record = parse(raw, largest=_LARGEST)
     except ValueError:
@@ -271,6 +290,7 @@ def _parsed(raw: bytes) -> dict[str, Any] | None:
         and _is_number(record.get("wall"))
         and all(type(record.get(name)) is int for name in ("restart", "step"))
         and type(record.get("num_merged", 1)) is int
+        and is_whole(raw, record)
     )
     return record if is_one else None
 
@@ -301,12 +321,21 @@ def _lines_backwards(path: pathlib.Path, holding: bytes = b"") -> Iterator[bytes
         yield tail
 
 
-def _warn_torn(where: str, text: str) -> None:
+def _newest_first(files: Iterable[pathlib.Path], holding: bytes = b"") -> Iterator[dict[str, Any]]:
+    """Yield the records of files, newest line first; only those whose line contains `holding`."""
+    for raw in itertools.chain.from_iterable(
+        _lines_backwards(file, holding) for file in list(files)[::-1]
+    ):
+        if (record := _parsed(raw)) is not None:
+            yield record
+
+
+def _warn_damage(where: str, what: str) -> None:
     logging.warning(
-        "%s of the journal cannot be read and is skipped; a run was killed while writing it, or the disk "
-        "was full: %.60s",
+        "the journal is damaged at %s: %s. A run was killed while writing, the disk was full, or the file "
+        "was changed. Training does not depend on it; reports count what is left.",
         where,
-        text,
+        what,
     )
 
 
@@ -314,26 +343,35 @@ def read(
     path: str | os.PathLike[str],
     *,
     keep_undone: bool = False,
-    on_torn: Callable[[str, str], None] = _warn_torn,
+    on_damage: Callable[[str, str], None] = _warn_damage,
 ) -> list[Record]:
     """Return the records of a journal in order, oldest segment first.
 
     A run that resumed at step s undid what earlier runs did after s. Such records are left out, or, with
-    `keep_undone`, marked as `undone`. For each line that is damaged, `on_torn("goodput.jsonl:LINE", text)` is
-    called; by default it logs a warning.
+    `keep_undone`, marked as `undone`. For each line that was changed, is there twice or not in its place, and
+    wherever lines are missing, `on_damage("goodput.jsonl:LINE", what)` is called, which by default logs a
+    warning. Lines that are missing at the very end are not noticed.
 
     Raises:
       FileNotFoundError: there is no journal.
     """
     records: list[Record] = []
+    order = LineOrder()
     for segment in segments(path) or [pathlib.Path(path)]:
         for number, raw in enumerate(_lines(segment), start=1):
             where = f"{segment.name}:{number}"
-            record = _record(raw, where)
-            if record is not None:
+            fields = _parsed(raw)
+            record = None if fields is None else _record(fields, where)
+            if fields is None or record is None:
+                if raw.strip():
+                    order.unreadable()
+                    on_damage(where, "the line was changed or cut, and is left out")
+                continue
+            problem = order.problem(fields)
+            if problem is not None:
+                on_damage(where, problem)
+            if problem is not REPEATED:
                 records.append(record)
-            elif raw.strip():
-                on_torn(where, raw[:200].decode("ascii", errors="replace"))
     _mark_undone(records)
     return [record for record in records if keep_undone or not record.undone]
 
@@ -352,7 +390,7 @@ def read_workdir(
     workdir: str | os.PathLike[str],
     *,
     keep_undone: bool = False,
-    on_torn: Callable[[str, str], None] = _warn_torn,
+    on_damage: Callable[[str, str], None] = _warn_damage,
 ) -> list[Record]:
     """Return the records of the run in a workdir, as `read` does.
 
@@ -369,14 +407,12 @@ def read_workdir(
             f"{folder} holds no {FILE_NAME}, so no jaxgoodput run has started there. Pass the --workdir that "
             "the training was started with."
         )
-    return read(folder / FILE_NAME, keep_undone=keep_undone, on_torn=on_torn)
+    return read(folder / FILE_NAME, keep_undone=keep_undone, on_damage=on_damage)
 
 
-def _record(raw: bytes, where: str) -> Record | None:
-    """Return the record in a line of the journal; None if it is damaged."""
-    fields = _parsed(raw)
-    if fields is None:
-        return None
+def _record(line: dict[str, Any], where: str) -> Record | None:
+    """Return the record that a line of the journal holds; None if it is damaged."""
+    fields = dict(line)
     name, wall, restart = fields.pop("event"), fields.pop("wall"), fields["restart"]
     num_merged = fields.pop("num_merged", 1)
     kind = _KINDS.get(name, Event)
@@ -418,13 +454,11 @@ def earlier_runs(workdir: str | os.PathLike[str], *, before: int | None = None) 
 
     The journal is read from its end, only as far as the start of the latest of these runs.
     """
-    files = segments(pathlib.Path(workdir) / FILE_NAME)[::-1]
+    files = segments(pathlib.Path(workdir) / FILE_NAME)
 
     def latest(holding: bytes = b"") -> Iterator[dict[str, Any]]:
-        for raw in itertools.chain.from_iterable(_lines_backwards(f, holding) for f in files):
-            record = _parsed(raw)
-            if record is not None and (before is None or record["restart"] < before):
-                yield record
+        of_all = _newest_first(files, holding)
+        return (r for r in of_all if before is None or r["restart"] < before)
 
     start = next((r for r in latest(_START) if r["event"] == FitStart.__name__), None)
     if start is None:

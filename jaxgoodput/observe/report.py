@@ -66,8 +66,8 @@ class _Story:
     workdir: str
     records: Sequence[Record]
     """All records, also the ones that a restart has undone."""
-    torn: Sequence[str]
-    """Places of the lines that cannot be read."""
+    damages: Sequence[str]
+    """Where the journal is damaged, and how."""
 
     @functools.cached_property
     def kept(self) -> list[Record]:
@@ -187,7 +187,7 @@ def numbers(workdir: str | os.PathLike[str]) -> dict[str, Any]:
         "last_loss": losses[-1] if losses else None,
         "last_eval": evals,
         "skipped_steps": windows[-1].skipped_steps if windows else 0,
-        "unreadable_lines": len(story.torn),
+        "journal_damages": len(story.damages),
     }
     return encode(found)
 
@@ -244,18 +244,20 @@ def compare(workdirs: Sequence[str | os.PathLike[str]], *, ascii: bool = False) 
 
 
 def _story(workdir: str | os.PathLike[str]) -> _Story:
-    torn: list[str] = []
+    damages: list[str] = []
     with workdir_of(workdir).viewed(journal.FILES) as view:
         records = journal.read_workdir(
-            view.folder, keep_undone=True, on_torn=lambda where, _: torn.append(where)
+            view.folder,
+            keep_undone=True,
+            on_damage=lambda where, what: damages.append(f"{where}: {what}"),
         )
     if not of_kind(records, FitStart):
         raise ValueError(
             f"{os.path.join(workdir, journal.FILE_NAME)} holds {len(records)} record(s) but no start of a "
-            f"run, and {len(torn)} line(s) that cannot be read. Was it cut or edited? The run itself can "
+            f"run, and {len(damages)} line(s) that are damaged. Was it cut or edited? The run itself can "
             "still be continued from its checkpoints."
         )
-    return _Story(workdir=str(workdir), records=records, torn=torn)
+    return _Story(workdir=str(workdir), records=records, damages=damages)
 
 
 def _printable(text: str, ascii: bool) -> str:
@@ -664,10 +666,10 @@ def _totals(story: _Story) -> list[str]:
         )
     skipped = story.windows[-1].skipped_steps if story.windows else 0
     lines.append(f"{count(skipped, 'update')} skipped: a loss, gradient or update was not finite")
-    if torn := story.torn:
-        more = f" and {len(torn) - _MOST_LINES} more" if len(torn) > _MOST_LINES else ""
+    if damages := story.damages:
+        more = f"; and {len(damages) - _MOST_LINES} more" if len(damages) > _MOST_LINES else ""
         lines.append(
-            f"journal lines that cannot be read and were skipped: {', '.join(torn[:_MOST_LINES])}{more} (a "
-            "run was killed while writing, the disk was full, or the file was changed)"
+            f"the journal is damaged, and the figures count what is left: {'; '.join(damages[:_MOST_LINES])}"
+            f"{more} (a run was killed while writing, the disk was full, or the file was changed)"
         )
     return lines

@@ -17,6 +17,7 @@ from jaxgoodput.clock import FakeClock
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.observe import hooks, journal
 from jaxgoodput.observe.badput import TimeLedger
+from jaxgoodput.observe.checked_lines import checked
 from jaxgoodput.observe.events import (
     Checkpoint,
     EvalEnd,
@@ -150,7 +151,7 @@ def test_fields_of_another_version_do_not_cost_the_record(tmp_path, clock):
     writer.close()
     path = tmp_path / journal.FILE_NAME
     line = json.loads(path.read_text()) | {"of_the_next_version": 1.0}
-    path.write_text(f"{path.read_text()}{json.dumps(line)}\n")
+    path.write_bytes(path.read_bytes() + checked(line, 2))
     first, second = journal.read(path)
     assert serial.encode(first.event) == serial.encode(second.event)
 
@@ -213,7 +214,7 @@ def test_a_cut_anywhere_costs_at_most_the_cut_line(tmp_path, cut, more):
     for step in range(100, 100 + more):
         writer.write(Checkpoint(step=step, seconds=0.1))
     writer.close()
-    back = journal.read(path, on_torn=lambda number, text: torn.append(number))
+    back = journal.read(path, on_damage=lambda number, text: torn.append(number))
     steps = [record.event.step for record in back]
     appended = list(range(100, 100 + more))
     kept = steps[: len(steps) - more]
@@ -276,7 +277,7 @@ def test_a_full_disk_costs_lines_not_the_run(tmp_path, clock, monkeypatch, caplo
     monkeypatch.undo()
     writer.write(Checkpoint(step=3, seconds=0.1))
     writer.close()
-    back = journal.read(tmp_path / journal.FILE_NAME, on_torn=lambda number, text: None)
+    back = journal.read(tmp_path / journal.FILE_NAME, on_damage=lambda number, text: None)
     assert [record.event.step for record in back] == [3]
 
 
@@ -301,7 +302,7 @@ ANY_LINE = [
 def read(path, torn=None):
     """The records as JSON: of two NaNs that were read apart, neither equals the other."""
     torn = [] if torn is None else torn
-    records = journal.read(path, on_torn=lambda where, text: torn.append(where))
+    records = journal.read(path, on_damage=lambda where, text: torn.append(where))
     return [(type(record.event), serial.encode(record)) for record in records]
 
 

@@ -15,8 +15,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import damages
 import pytest
 import services
+from damages import PAGE_BYTES
 
 from jaxgoodput.cluster.service.record.events import (
     HintsReceived,
@@ -33,7 +35,6 @@ from jaxgoodput.cluster.service.record.state import State, step
 from jaxgoodput.cluster.service.record.table import FILE, INDEX, LOG, CorruptJournalError
 from jaxgoodput.specs import Hints
 
-PAGE_BYTES = 4096
 FILES = (FILE, LOG, INDEX, HEAD)
 SEED = 32
 
@@ -145,12 +146,6 @@ def long(tmp_path_factory) -> Killed:
 # -- damages ---------------------------------------------------------------------------------------------
 
 
-def flip(data: bytearray, draw: random.Random, count: int) -> None:
-    """Flip bits."""
-    for _ in range(count):
-        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-
-
 def damage(kind: str, folder: pathlib.Path, life: Killed, draw: random.Random) -> str:
     """Damage one file of a journal; return its name."""
     name = draw.choice(FILES)
@@ -165,49 +160,11 @@ def damage(kind: str, folder: pathlib.Path, life: Killed, draw: random.Random) -
     if kind == "older copy":
         shutil.copy(life.older / name, path)
         return name
-    data = bytearray(path.read_bytes())
-    size = PAGE_BYTES if len(data) > PAGE_BYTES else 512
-    start = draw.randrange(len(data) // size) * size
-    if kind == "one bit":
-        flip(data, draw, 1)
-    elif kind == "one bit of the first page":
-        flip(head := data[:200], draw, 1)
-        data[:200] = head
-    elif kind == "twenty bits":
-        flip(data, draw, 20)
-    elif kind == "cut":
-        del data[draw.randrange(len(data)) :]
-    elif kind == "zeros":
-        data[start : start + size] = bytes(size)
-    elif kind == "rubbish":
-        data[start : start + size] = draw.randbytes(size)
-    elif kind == "two pages swapped":
-        other = draw.randrange(len(data) // size) * size
-        data[start : start + size], data[other : other + size] = (
-            data[other : other + size],
-            data[start : start + size],
-        )
-    elif kind == "tail twice":
-        data += data[-draw.choice([1, 24, size, 24 + PAGE_BYTES]) :]
-    else:
-        raise ValueError(kind)
-    path.write_bytes(data)
+    path.write_bytes(damages.damaged(path.read_bytes(), kind, draw))
     return name
 
 
-KINDS = (
-    "one bit",
-    "one bit of the first page",
-    "twenty bits",
-    "cut",
-    "zeros",
-    "rubbish",
-    "two pages swapped",
-    "tail twice",
-    "missing",
-    "older copy",
-    "older table and log",
-)
+KINDS = (*damages.KINDS, "missing", "older copy", "older table and log")
 
 
 # -- what must come of them --------------------------------------------------------------------------------
