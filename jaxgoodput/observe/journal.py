@@ -6,9 +6,9 @@ events, `read` returns them. A run that resumes from a checkpoint undoes what wa
 out what was undone, so that nothing counts twice. Damaged lines are left out and named.
 
 A file that has grown to `SEGMENT_BYTES` is renamed to `goodput.1.jsonl`, the next to `goodput.2.jsonl`, and
-so on. The newest `NUM_WHOLE` of these segments stay as they are. In older ones, neighbouring windows with the
-same batch are merged into one, and verdicts that changed nothing are only counted. A month of training then
-takes megabytes, and its totals stay the same.
+so on. The newest `NUM_WHOLE` of these segments stay as they are, and so do damaged ones. In the others,
+neighbouring windows with the same batch are merged into one, and verdicts that changed nothing are only
+counted. A month of training then takes megabytes, and its totals stay the same.
 """
 
 import dataclasses
