@@ -157,7 +157,7 @@ class QueueWorker(Worker, Generic[Item]):
     ends, drops what waits, and raises at the owner's next `put`, `flush` or `close`.
 
     Once nothing waits, the thread rests for `rest_s` before it looks again, unless it is waited for.
-    Waking a thread costs as much as handling a small item, and those that come meanwhile share it.
+    Waking a thread costs as much as handling a small item, and items that come meanwhile share it.
     """
 
     def __init__(

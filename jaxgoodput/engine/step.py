@@ -110,7 +110,7 @@ class Problem:
         return self.trainable(params)
 
     def moving(self, tree: PyTree) -> PyTree:
-        """Return a tree of leaves that train, with None for those that the optimizer never changes."""
+        """Return a tree of leaves that train, with None for others."""
         return moving(tree, self.moves)
 
     def apart(self, norms_of: Callable[[Pick], T]) -> T:

@@ -19,7 +19,7 @@ _OWN = (NUMBER, CHECK, FROM)
 
 
 def checked(record: Mapping[str, Any], number: int, stands_from: int | None = None) -> bytes:
-    """Return a record as a line with its number and, in the first line of a shorter file, that of its first.
+    """Return a record as a line with its number and, in the first line of a shorter file, where that began.
 
     >>> checked({"step": 3}, 1)
     b'{"step": 3, "journal_line": 1, "journal_check": "67cfbfde"}\\n'

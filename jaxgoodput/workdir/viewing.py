@@ -53,7 +53,7 @@ class BucketView:
             warn_of_damage(path, error)
 
     def _once(self, files: Files, wanted: Callable[[str], bool]) -> dict[str, DamagedError]:
-        """Make the wanted files here those of a listing; returns which could not be read."""
+        """Make the wanted files here equal to a listing; returns which could not be read."""
         damaged: dict[str, DamagedError] = {}
         for path in [path for path in self._have if wanted(path) and path not in files]:
             (self.folder / path).unlink()

@@ -69,7 +69,7 @@ class Ready(JobEvent):
 
 @dataclass(frozen=True)
 class LinksTried(JobEvent):
-    """Event: a process has tried to reach others; it names those that answered, and those that did not."""
+    """Event: a process has tried to reach others; it names which answered, and which did not."""
 
     member: str
     reached: tuple[str, ...]

@@ -139,7 +139,7 @@ class KnownProcess:
     is_trying: bool = False
     """Whether it was asked to try to reach others, and has not answered."""
     asked_s: float = 0.0
-    """When it was asked first of those times that it has not answered; or of those that it answered last."""
+    """When it was asked the first question that it has not answered, or the last that it has."""
     asked_again_s: float = 0.0
     """When it was asked last. Its answer is of then: an attempt takes less than the time between."""
     tried_s: float = 0.0
@@ -367,7 +367,7 @@ class Turn:
         self.act(ev.Again(self.state.generation, others))
 
     def end_run(self) -> None:
-        """Note that the run is over: no process may join, and those that wait are released."""
+        """Note that the run is over: no process may join, and processes that wait are released."""
         if self.state.stage is not Stage.OVER:
             self.enter(Stage.OVER, code=DONE)
 
