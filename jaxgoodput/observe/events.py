@@ -177,6 +177,8 @@ class Window(Event):
     """Largest micro-batch that fits into memory."""
     eta_s: float
     """Seconds until the end of training at the present goodput."""
+    steps_per_dispatch: float = 1.0
+    """Steps that were dispatched together, in the mean."""
     loss_gained: float = math.nan
     """Decrease of the loss per e-fold of samples with this batch; NaN if there were too few steps."""
     loss_gained_error: float = math.nan

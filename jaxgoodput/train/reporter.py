@@ -165,6 +165,7 @@ def window_of(
         statistics_every=inputs.statistics_every,
         skipped_steps=int(metrics.num_skipped),
         memory_limit=inputs.memory_limit,
+        steps_per_dispatch=len(results) / sum(1 / r.ticket.num_together for r in results),
         loss_gained=stretch.gained,
         loss_gained_error=stretch.error,
         loss_gained_expected=_expected_gain(latest, inputs.stretch_before, limits),

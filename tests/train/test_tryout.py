@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+import synthetic
 from hypothesis import given
 from hypothesis import strategies as st
 from problems import Evaluated, Mean, Recorder, config, rows
@@ -22,7 +23,8 @@ from jaxgoodput.goodput.efficiency import GradParams, efficiency
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.launcher import plan
 from jaxgoodput.train.ask import tryout as trying
-from jaxgoodput.train.ask.tryout import TriedBatch, Tryout, tryout
+from jaxgoodput.train.ask.tryout import StepTimes, TriedBatch, Tryout, step_times, tryout
+from jaxgoodput.tune.block_times import SHORT_S
 
 EXAMPLES = pathlib.Path(jaxgoodput.__file__).parents[1] / "examples"
 
@@ -143,7 +145,7 @@ def test_a_larger_batch_is_timed_unless_the_time_is_far_over(passed_s, took_s):
     def time_one(trainer, own, folder, size, clock, time_left_s):
         sizes.append(size)
         clock.advance(took_s)
-        return TriedBatch(num_samples=size, step_s=1.0)
+        return StepTimes(num_samples=size, alone_s=1.0, together_s=math.nan)
 
     settings = config("unused")
     trainer = Mean(settings, devices=jax.devices()[:1])
@@ -166,6 +168,42 @@ def test_a_larger_batch_is_timed_unless_the_time_is_far_over(passed_s, took_s):
         assert len(batches) > 1
     assert clock.now() <= max(passed_s + took_s, time_s + trying.EXTRA_SHARE * time_s)
     assert ("the time was up" in limit) or clock.now() <= time_s
+
+
+SECONDS = st.floats(1e-4, 5e-3)
+
+
+@given(
+    alone_s=SECONDS, saved=st.floats(0, 0.9), longer=st.floats(1, 10), seen=st.sampled_from("abc")
+)
+def test_step_times_are_compared_like_with_like(alone_s, saved, longer, seen):
+    """Steps that are not seen together yet are no reason against a batch, or for one."""
+    together_s = alone_s * (1 - saved)
+    base = StepTimes(num_samples=8, alone_s=alone_s, together_s=together_s)
+    more_s = (longer - 1) * together_s  # the larger batch computes so much longer
+    whole = StepTimes(num_samples=32, alone_s=alone_s + more_s, together_s=together_s + more_s)
+    alone = dataclasses.replace(whole, together_s=math.nan)
+    if seen == "a":  # both kinds of both
+        assert base.step_s(base) == together_s and whole.step_s(base) == together_s + more_s
+    elif seen == "b":  # the larger batch alone
+        expected_s = together_s + more_s if alone.alone_s < SHORT_S else alone.alone_s
+        assert alone.step_s(base) == pytest.approx(expected_s)
+    else:  # the base batch alone
+        base = dataclasses.replace(base, together_s=math.nan)
+        assert (base.step_s(base), whole.step_s(base)) == (alone_s, whole.alone_s)
+
+
+def test_windows_of_steps_alone_and_together_are_apart():
+    window = synthetic.window(10, 10.0, 640)
+    told = [(1.0, 0.9), (1.0, 0.5), (1.3, 0.5), (8.0, 0.7), (8.0, 0.1), (8.0, 0.1)]
+    windows = [
+        dataclasses.replace(window, num_steps=10, seconds=s * 10, steps_per_dispatch=n)
+        for n, s in told
+    ]
+    times = step_times(windows)
+    assert (times.alone_s, times.together_s) == (0.5, 0.1)
+    assert math.isnan(step_times(windows[:3]).together_s)
+    assert math.isnan(step_times(windows[3:]).alone_s)
 
 
 @pytest.mark.slow

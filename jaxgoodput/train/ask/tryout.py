@@ -10,7 +10,7 @@ import dataclasses
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +27,15 @@ from jaxgoodput.train.ask.aside import repeatable, require_alone, set_aside, sho
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.start.problem import problem_of
 from jaxgoodput.train.trainer import Trainer
+from jaxgoodput.tune.block_times import SHORT_S
 
 TIME_S = 50.0
 # Noise estimates that are enough, how long they are waited for, and the steps that are tried at least. The
 # noise mostly grows: that of the middle of a run tells more of the whole, if the middle comes so soon.
 ENOUGH_NOISE, NOISE_S, NOISE_STEPS, MIDDLE = 40.0, 10.0, 12, 0.5
-# For how long steps of a batch are timed, and how many at least. Short steps are dispatched together after a
-# while, so that the second half counts.
-TIMED_S, TIMED_STEPS = 4.0, 6
+# For how long steps of a batch are timed, and how many at least; the second half counts. Short steps are
+# dispatched together after a while, which is waited for: a run has most of its steps so.
+TIMED_S, TIMED_STEPS, TOGETHER_WITHIN_S = 4.0, 6, 12.0
 LEAST_TIMED_S = 1.0  # if time is up: the first steps of a run may take longer
 # The noise may take this share of the time; if compiling has used that up, the second share for its steps.
 NOISE_SHARE, NOISE_STEPS_SHARE = 0.4, 0.1
@@ -42,10 +43,10 @@ EXTRA_SHARE = 0.3  # of the time, by which one larger batch may go over it
 FACTOR = 4  # from one batch to the next
 FURTHEST = 1024  # times the base batch
 WORTH_IT = 0.9  # of the time with the base batch
+TOGETHER = 2.0  # steps per dispatch, from which on most steps are dispatched together
 LONG = 10**6  # base steps, or passes over the data, of a run that is ended by its hook
-LONG_ENOUGH = (
-    1000  # base steps of a task's own run, from which on it need not be made longer for this
-)
+# Base steps of a task's own run, and its seconds, from which on it need not be made longer for this.
+LONG_ENOUGH, LONG_ENOUGH_S = 1000, 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,49 @@ class TriedBatch:
     num_samples: int
     step_s: float
     """Median seconds of a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Median seconds of steps of a batch, dispatched one by one and together; NaN if there were none."""
+
+    num_samples: int
+    alone_s: float
+    together_s: float
+
+    def step_s(self, base: "StepTimes") -> float:
+        """Return the seconds of a step in a long run, to compare with those of the base batch.
+
+        If short steps of this batch were not seen together yet, they are expected to save as many seconds
+        each as at the base batch, and to take at least as long. If only steps alone are known of the base
+        batch, steps alone are compared.
+
+        >>> base = StepTimes(num_samples=8, alone_s=0.002, together_s=0.001)
+        >>> round(StepTimes(num_samples=16, alone_s=0.0025, together_s=math.nan).step_s(base), 6)
+        0.0015
+        """
+        if math.isnan(base.together_s) and not math.isnan(self.alone_s):
+            return self.alone_s
+        if not math.isnan(self.together_s):
+            return self.together_s
+        saved_s = base.alone_s - base.together_s
+        if self.alone_s < SHORT_S and saved_s > 0:
+            return max(self.alone_s - saved_s, base.together_s)
+        return self.alone_s
+
+
+def step_times(windows: Sequence[Window]) -> StepTimes:
+    """Return the step times in the windows of a run with one batch; of each kind, the second half counts."""
+
+    def median_s(per_dispatch: Callable[[float], bool]) -> float:
+        of_kind = [one for one in windows if per_dispatch(one.steps_per_dispatch)]
+        later = of_kind[len(of_kind) // 2 :]
+        return statistics.median([one.seconds / one.num_steps for one in later] or [math.nan])
+
+    alone_s, together_s = median_s(lambda n: n < TOGETHER), median_s(lambda n: n >= TOGETHER)
+    return StepTimes(
+        num_samples=windows[-1].config.global_batch_size, alone_s=alone_s, together_s=together_s
+    )
 
 
 def time_share(base: TriedBatch, batch: TriedBatch, noise: float) -> float:
@@ -205,9 +249,10 @@ def tryout(trainer: Trainer, *, time_s: float = TIME_S, clock: Clock | None = No
         own = own if (length or 0) >= LONG_ENOUGH else _extended(own)
         noise, num_noise_steps = _noise(trainer, own, folder, clock, began_s, time_s, length)
         upper = noise.noise_interval.upper
+        own_s = (length or math.inf) * noise.seconds / noise.num_steps
         batches, limit = _timed(
             trainer,
-            own,
+            own if own_s >= LONG_ENOUGH_S else _extended(own),
             folder,
             lambda: began_s + time_s - clock.now(),
             num_samples,
@@ -320,10 +365,14 @@ def _timed(
 
     `noise` is the largest noise scale that there may be, in samples.
     """
-    base, found, took_s = own.batch.base, dict[int, TriedBatch](), 0.0
+    base, found, took_s = own.batch.base, dict[int, StepTimes](), 0.0
+
+    def tried(size: int) -> TriedBatch:
+        times = found[size]
+        return TriedBatch(num_samples=times.num_samples, step_s=times.step_s(found[base]))
 
     def share(size: int) -> float:
-        return time_share(found[base], found[size], noise)
+        return time_share(tried(base), tried(size), noise)
 
     def try_one(size: int) -> str:
         """Time a batch; returns why not, if it was not."""
@@ -356,7 +405,7 @@ def _timed(
     for between in (best * 2, best // 2):
         if base < between and not took_s > time_left_s():
             try_one(between)
-    return tuple(found[n] for n in sorted(found)), limit
+    return tuple(map(tried, sorted(found))), limit
 
 
 def _time_one(
@@ -366,16 +415,20 @@ def _time_one(
     size: int,
     clock: Clock,
     time_left_s: Callable[[], float],
-) -> TriedBatch:
-    """Return a batch with its step time, from a run of its own: as a run that has it would take.
+) -> StepTimes:
+    """Return the step times of a batch, from a run of its own: as a run that has it would take.
 
     Raises RuntimeError if the data end before.
     """
 
     def is_enough(windows: list[Window], passed_s: float) -> bool:
         num_steps = sum(one.num_steps for one in windows)
-        is_over = time_left_s() < 0 and passed_s >= LEAST_TIMED_S
-        return (num_steps >= TIMED_STEPS and passed_s >= TIMED_S) or is_over
+        if time_left_s() < 0 and passed_s >= LEAST_TIMED_S:
+            return True
+        together_s = sum(one.seconds for one in windows if one.steps_per_dispatch >= TOGETHER)
+        may_change = together_s < LEAST_TIMED_S and step_times(windows).alone_s < SHORT_S
+        enough_s = TOGETHER_WITHIN_S if may_change else TIMED_S
+        return num_steps >= TIMED_STEPS and passed_s >= enough_s
 
     every = dataclasses.replace(own.statistics, every_steps=None)
     limits = dataclasses.replace(own.batch, base=size, max=size, min_global=None, sizes=None)
@@ -389,11 +442,7 @@ def _time_one(
             f"the data ended before enough steps of {size:,} samples were timed. Give it more of them, or "
             "let them repeat."
         )
-    later = windows[len(windows) // 2 :]
-    times = [one.seconds / one.num_steps for one in later]
-    return TriedBatch(
-        num_samples=later[-1].config.global_batch_size, step_s=statistics.median(times)
-    )
+    return step_times(windows)
 
 
 def _extended(config: Config) -> Config:
