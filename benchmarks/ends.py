@@ -431,9 +431,9 @@ def repair(folder: pathlib.Path) -> None:
 def play(row: EndRow, folder: pathlib.Path, copies: CopyServer, environ: Mapping[str, str]) -> Seen:
     """Start the job of a row, do to it what the row says, and start its script again afterwards."""
     with Scene(row, folder, copies, environ) as scene:
-        scene.act()
-        began_s = time.monotonic()
         try:
+            scene.act()
+            began_s = time.monotonic()
             code = scene.children[scene.judged].wait(END_S)
             seconds = time.monotonic() - began_s
         finally:

@@ -147,7 +147,9 @@ class Ended(Trainer):
         if self.moment == "read-only disk":
             checkpoints.mkdir(exist_ok=True)
             subprocess.run(["mount", "--bind", checkpoints, checkpoints], check=True)
-            subprocess.run(["mount", "-o", "remount,bind,ro", checkpoints], check=True)
+            remount = ["mount", "-o", "remount,bind,ro", checkpoints]
+            while subprocess.run(remount, capture_output=True).returncode:
+                time.sleep(0.05)  # the disk is busy with a save
         if self.moment == "no folder":
             made = self.folder / "file"
             made.write_text("a file in place of the folder")
