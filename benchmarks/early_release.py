@@ -1,14 +1,15 @@
 """Measures what it saves, and what it costs, that hosts leave before the end of a run.
 
-    python benchmarks/early_release.py                   # 3 pairs of runs for each split, about 12 minutes
-    python benchmarks/early_release.py --pairs 7
+    python benchmarks/early_release.py                       # 3 pairs of runs for each split, about an hour
+    python benchmarks/early_release.py --row-ms 8 --pairs 7  # runs that are too short for it
 
 Four hosts of unequal speed, each an agent of its own on this machine, train two epochs under `jaxgoodput run
 --nnodes 1:4`, in turns with early release and without (`Execution.keep_hosts`), with the compiled programs of
 runs before. A host "x3" takes three times as long to read a sample as the first two, and reading is all that
-takes time. Host-seconds go from the first step to the end of each host's agent, and the run ends with its
-coordinator. Every sample is counted on the devices, and the exit code is 1 if one was not applied once an
-epoch, if no host left early, or if a run ended later than 1.02 of the one without.
+takes time. A run has 300 steps; `--row-ms` says how long a row takes. Host-seconds go from the first step to
+the end of each host's agent, and the run ends with its coordinator. Every sample is counted on the devices.
+The exit code is 1 if one was not applied once an epoch, if no host left early, or if a run ended later than
+1.02 of the one without.
 """
 
 import argparse
@@ -31,7 +32,7 @@ import jaxgoodput as jg
 from jaxgoodput.data.sources import ArraySource
 
 EPOCHS, BATCH, STEPS = 2, 24, 150  # steps of an epoch
-ROW_S = 0.008
+ROW_MS, WARM_MS = 40.0, 1.0
 SPLITS = {"even": ("a", "b", "x2", "x3"), "leased": ("a", "b", "x8", "x16")}
 WAIT_S = 600.0
 
@@ -39,24 +40,31 @@ WAIT_S = 600.0
 class Waiting(ArraySource):
     """Rows that take as long to read as a host takes to compute."""
 
+    def __init__(self, arrays: Any, row_s: float):
+        super().__init__(arrays)
+        self._row_s = row_s
+
     def batch(self, indices: Any) -> Any:
         named = re.fullmatch(r"x(\d+)", os.environ.get("JAXGOODPUT_HOST", ""))
-        time.sleep(len(indices) * ROW_S * (int(named[1]) if named else 1))
+        time.sleep(len(indices) * self._row_s * (int(named[1]) if named else 1))
         return super().batch(indices)
 
 
 class Paced(kills.Counting):
     """A model that computes hardly anything."""
 
+    row_s = 0.0
+
     def dataset(self) -> Any:
         x = np.random.default_rng(0).normal(size=(self.num_samples, 16)).astype(np.float32)
-        return Waiting({"id": np.arange(self.num_samples, dtype=np.int32), "x": x})
+        rows = {"id": np.arange(self.num_samples, dtype=np.int32), "x": x}
+        return Waiting(rows, self.row_s)
 
 
 def worker(folder: pathlib.Path, split: str) -> None:
     """One training process."""
     lines = elasticity.Lines(folder)
-    split, _, keeps = split.partition(" ")
+    split, row_ms, *keeps = split.split()
     is_leased = split == "leased"
     limits: dict[str, Any] = {"micro": (1, 1), "max_micro_batches": BATCH} if is_leased else {}
     config = jg.Config(
@@ -72,7 +80,9 @@ def worker(folder: pathlib.Path, split: str) -> None:
         reporting=jg.Reporting(tensorboard=False, progress=False),
         saving=jg.Saving(every_s=1e9, at_end=False),
     )
-    state = Paced(config, BATCH * STEPS, lambda phase: None, hooks=[lines]).fit()
+    task = Paced(config, BATCH * STEPS, lambda phase: None, hooks=[lines])
+    task.row_s = float(row_ms) / 1000
+    state = task.fit()
     counts = state.params["count"]
     lines.write(kind="end", least=float(counts.min()), most=float(counts.max()))
 
@@ -88,11 +98,11 @@ class Measured:
     is_exact: bool
 
 
-def measure(split: str, parent: str, *, keeps: bool) -> Measured:
-    """Run a job to its end; `parent` holds its folder and the compiled programs of all runs."""
+def measure(split: str, parent: str, row_ms: float, *, keeps: bool) -> Measured:
+    """Run a job to its end; `parent` holds its folder, and the compiled programs of all runs."""
     with tempfile.TemporaryDirectory(dir=parent) as name:
         folder = pathlib.Path(name)
-        command = ("python", __file__, "--worker", name, split + " keeps" * keeps)
+        command = ("python", __file__, "--worker", name, f"{split} {row_ms}{' keeps' * keeps}")
         options = ("--nnodes", "1:4", "--join-s", "60", "--exclude-slow", "0")
         with elasticity.Job(folder, split, *options, worker=command) as job:
             for host in SPLITS[split]:
@@ -120,16 +130,16 @@ def measure(split: str, parent: str, *, keeps: bool) -> Measured:
             )
 
 
-def compare(split: str, pairs: int) -> bool:
+def compare(split: str, pairs: int, row_ms: float) -> bool:
     """Print the row of a split; return whether all runs were as they must be."""
     with_, without = [], []
     with tempfile.TemporaryDirectory() as parent:
         for keeps in (False, True):  # so that no program is compiled later
-            measure(split, parent, keeps=keeps)
+            measure(split, parent, WARM_MS, keeps=keeps)
         for index in range(pairs):
             both = [(with_, False), (without, True)]
             for found, keeps in both if index % 2 else reversed(both):
-                found.append(measure(split, parent, keeps=keeps))
+                found.append(measure(split, parent, row_ms, keeps=keeps))
     ends = [a.end_s / b.end_s for a, b in zip(with_, without, strict=True)]
     saved = [1 - a.host_s / b.host_s for a, b in zip(with_, without, strict=True)]
 
@@ -153,6 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=3, help="runs of each kind")
     parser.add_argument("--splits", default="even,leased")
+    parser.add_argument("--row-ms", type=float, default=ROW_MS, help="milliseconds of a row")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:
@@ -162,7 +173,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "| split: hosts | pairs | released | host-seconds without | with | share saved: median (range) | "
         "end without, s | with | with / without: median (range) |\n|" + "---|" * 9
     )
-    return 0 if all([compare(split, options.pairs) for split in options.splits.split(",")]) else 1
+    return (
+        0
+        if all(
+            [compare(split, options.pairs, options.row_ms) for split in options.splits.split(",")]
+        )
+        else 1
+    )
 
 
 if __name__ == "__main__":
