@@ -212,6 +212,19 @@ def test_only_a_run_that_is_not_over_loses_steps_with_its_coordinator(
     assert host.code is None and host.agent.lost_step == lost
 
 
+@pytest.mark.parametrize("later_s, lost", [(0.3, 7), (10.0, 0)])
+def test_workers_that_see_the_coordinator_go_before_the_agent_does_lose_their_steps(
+    host, later_s, lost
+):
+    """Workers end within moments of the coordinator; what ended long before has another reason."""
+    with host.at_work():
+        host.child.send(signal.SIGKILL)
+        assert host.hears(ev.ProcessExited).code == -9
+        host.clock.advance(later_s)
+        host.channel.close()
+    assert host.code is None and host.agent.lost_step == lost
+
+
 def test_a_coordinator_that_comes_later_does_not_hide_what_was_lost_with_the_first(
     monkeypatch, clock, capfd
 ):

@@ -6,6 +6,7 @@ The agent decides nothing: it does what the coordinator says. If the coordinator
 and tries for a while to reach a new coordinator at the same address.
 """
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -50,6 +51,7 @@ from jaxgoodput.launcher.worker import WorkerEnv, inherited_environ, pipe_name
 _LOOKS = 5  # checks for stopped workers per heartbeat timeout
 _RETRY_S = 0.5
 _CONNECT_S = 5.0
+_MOST_ENDED = 64  # ends of workers that are remembered
 _ANSWER_S = 1.0  # within which a coordinator says whether workers of a leaving host are to save
 
 # Packages that decide what a step computes, or what processes send each other.
@@ -406,6 +408,8 @@ class Agent:
         self._code: int | None = None
         self._codes: list[int] = []  # of workers that ended since this host leaves the job
         self._spared_s = math.inf  # time from which it is sure that the others go on with the state
+        # When workers ended amid a run, unsaved, and their last steps.
+        self._ended: collections.deque[tuple[float, int]] = collections.deque(maxlen=_MOST_ENDED)
         self.lost_step = 0
         """The last step of the workers that ran here when the coordinator went; 0 if none trained."""
 
@@ -456,6 +460,8 @@ class Agent:
 
     def _worker_ended(self, member: str, code: int) -> None:
         child = self._workers.ended(member)
+        if child is not None and child.run_step and exit_code([code]) not in (DONE, SAVED):
+            self._ended.append((self._clock.now(), child.run_step))
         # A worker that still starts when the job ends fails for want of a coordinator, which says nothing.
         if child is not None and not self._is_over and exit_code([code]) not in (DONE, SAVED):
             self._failed = member, code, child
@@ -521,7 +527,7 @@ class Agent:
         match message:
             case None if not self._is_over:
                 say(f"{self._part.name}: the coordinator at {self._part.address} has gone")
-                self.lost_step = self._workers.last_step
+                self.lost_step = max(self._workers.last_step, self._lost_before())
                 if self._is_leaving:
                     self._finish(_without_coordinator(self._part.name, self.lost_step))
                 else:
@@ -549,6 +555,11 @@ class Agent:
                 self._is_over, self._code = True, code
                 if not self._workers.is_grace_running:  # it would begin again
                     self._workers.kill_after_grace()
+
+    def _lost_before(self) -> int:
+        """Return the last step of workers that saw the coordinator go, and ended, before the agent did."""
+        since_s = self._clock.now() - self._part.silent_s
+        return max((step for ended_s, step in self._ended if ended_s >= since_s), default=0)
 
     def _examine(self, peers: Sequence[str], worker: Worker) -> None:
         check = fitness.examine(self._part.address, peers, self._part.secret, self._clock)
