@@ -16,10 +16,10 @@ _OPTIONS = (
          "those that know the kinds and tenants of the cluster; goodput with --explain and "
          "--what-if)"),
     text("--workload", "W", "synthetic[:JOBS], a workload file, or a folder that holds one, as published "
-         "with Pollux, Sia or Gavel; the tables of measurements are searched for in folders above "
+         "with Pollux, Sia or Gavel; the tables of measurements are searched for in the folders above it "
          f"(default: {DEFAULT_WORKLOAD})"),
-    text("--trace", "F", "instead of --workload: a trace that says when jobs came, on how many devices and for "
-         "how long they ran; may be compressed by gzip", type=file),
+    text("--trace", "F", "instead of --workload: a trace that says when jobs came, on how many devices and "
+         "for how long they ran; may be compressed by gzip", type=file),
     text("--preset", "NAME", "layout of the --trace: helios, acme, alibaba-2020, alibaba-2023, philly, "
          "tiresias or slurm (sacct --parsable2 with JobID,User,Submit,Start,Elapsed,State,AllocTRES)"),
     text("--columns", "W=COLUMN", "columns of the --trace: submit=, devices= and duration= (or start= and "
@@ -151,7 +151,7 @@ def _setting(options):
         scenario = with_conditions(_recorded(options), **conditions)
     else:
         _refuse_trace_options(options)
-        workload = options.workload or DEFAULT_WORKLOAD
+        workload = DEFAULT_WORKLOAD if options.workload is None else options.workload
         scenario = read_scenario(
             workload, options.cluster, **chosen("hours", "speed"), **conditions
         )

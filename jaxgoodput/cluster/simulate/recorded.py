@@ -19,6 +19,7 @@ from jaxgoodput.cluster.published.traces import TraceJob
 from jaxgoodput.cluster.service.record.history import PastJob, read_history
 from jaxgoodput.cluster.service.wire import OVER
 from jaxgoodput.cluster.simulate.jobs.durations import Amdahl, DurationTruth, read_curve
+from jaxgoodput.cluster.simulate.key_numbers import naming
 from jaxgoodput.cluster.simulate.scenario import Scenario, read_cluster
 from jaxgoodput.specs import ClusterSpec, JobTerms
 
@@ -119,7 +120,7 @@ def recorded_scenario(
         jobs = tuple(_with_whole_nodes(job, sizes) for job in jobs)
         count = sum(a is not b for a, b in zip(jobs, trace.jobs, strict=True))
         if count:
-            remarks.append(f"{count:,} jobs of more than one node take whole nodes")
+            remarks.append(f"{_jobs(count)} of more than one node: rounded up to whole nodes")
     else:
         remarks.append(curve.in_words())
     return Scenario(
@@ -193,6 +194,10 @@ def _may_use(job: TraceJob, kind: str) -> bool:
     return job.kinds is None or kind in job.kinds
 
 
+def _jobs(count: int) -> str:
+    return f"{count:,} {'job' if count == 1 else 'jobs'}"
+
+
 def _listed(names: Collection[str]) -> str:
     some = sorted(names)[:5]
     return ", ".join(some) + (" and others" if len(names) > len(some) else "")
@@ -209,7 +214,8 @@ def read_history_scenario(
 
     Raises ValueError if there is no journal, or nothing in it that can be simulated.
     """
-    found = read_history(folder)
+    with naming(f"--history {folder}"):
+        found = read_history(folder)
     phases = None if states is None else {state.strip() for state in states.split(",")}
     curve = None if elastic is None else read_curve(elastic)
     jobs, unusable, num_resized = [], Counter[str](), 0
@@ -232,8 +238,8 @@ def read_history_scenario(
     if not num_resized or curve is not None:
         return scenario
     said = (
-        f"{num_resized:,} jobs changed their number of devices while they ran; they are simulated with the "
-        "average number, for as many device-seconds"
+        f"{_jobs(num_resized)} with other numbers of devices at different times: simulated with the average "
+        "number, for as many device-seconds"
     )
     return replace(scenario, remarks=(*scenario.remarks, said))
 

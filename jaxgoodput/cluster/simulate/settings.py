@@ -52,7 +52,7 @@ class Settings:
     """Most seconds between two decisions."""
     settled_gap_s: float | None = None
     """Most seconds between two decisions, on events, while every job runs and none may change its number of
-    devices. None: `max_gap_s`."""
+    devices; an end of a job then calls for none either. None: `max_gap_s`."""
     restart_s: Seconds = 30.0
     """Seconds of a restart, for all applications or by application."""
     costs: RestartCosts | None = None

@@ -158,6 +158,7 @@ class _World:
         self._last_solve_s = -math.inf
         self._next_solve_s = math.inf  # when the last plan asks to be reviewed
         self._stalled_s = 0.0  # when to give up if nothing runs until then
+        self._settled_until_s = -math.inf  # until when no plan is needed as long as all jobs run
         if (script := self._breakdowns.script) is not None:
             for job in self.jobs:
                 job.crash_ahead_s = script.crashes(job.index)
@@ -294,6 +295,9 @@ class _World:
         settings = self._settings
         self._admit(self.now_s, inclusive=True)
         active = [job for job in self.active if job.trace.submit_s <= self.now_s]
+        if self.now_s < self._settled_until_s and all_run(active):
+            self._wanted = False  # a job has ended, and no other one waits for its devices
+            return
         self._last_solve_s, self._wanted = self.now_s, False
         self._next_solve_s = math.inf
         if not active:
@@ -322,9 +326,9 @@ class _World:
         )
         for job in active:
             self._place(job, plan.allocations[job.id])
-        self._next_solve_s = plan.next_solve_s
+        self._next_solve_s, self._settled_until_s = plan.next_solve_s, -math.inf
         if settings.settled_gap_s is not None and self._is_settled(active, plan.next_solve_s):
-            self._next_solve_s = self.now_s + settings.settled_gap_s
+            self._next_solve_s = self._settled_until_s = self.now_s + settings.settled_gap_s
         self._restarts.share_storage(self.active, self.now_s)
         self._stop_without_money()
         self._raise_if_stalled(active)
@@ -336,7 +340,7 @@ class _World:
         """
         if next_s < self.now_s + self._settings.max_gap_s or self._cluster.price_per_hour:
             return False
-        return all(job.running and job.work.spec.mode == "rigid" for job in active)
+        return all_run(active)
 
     def _place(self, job: TrackedJob, allocation: Allocation) -> None:
         kind = self._nodes[next(iter(allocation.devices))].kind if allocation.devices else ""
@@ -382,6 +386,11 @@ class _World:
             num_failures=self._breakdowns.num_failures,
             tenants=self._tenants.records(records),
         )
+
+
+def all_run(jobs: Sequence[TrackedJob]) -> bool:
+    """Return whether all jobs run, and none may change its number of devices."""
+    return all(job.running and job.work.spec.mode == "rigid" for job in jobs)
 
 
 def uniform_cluster(kind: str, num_nodes: int, num_devices: int) -> ClusterSpec:

@@ -43,14 +43,12 @@ class RecordedTrace:
     def in_words(self) -> str:
         """Return how many rows were used, how many not, and why."""
         total = len(self.jobs) + sum(self.unusable.values())
-        said = f"{len(self.jobs):,} of {total:,} rows are jobs that can be simulated"
+        said = f"jobs that can be simulated: {len(self.jobs):,} of {total:,} rows"
         if self.unusable:
             parts = (f"{count:,} {why}" for why, count in sorted(self.unusable.items()))
             said += f"; left out: {', '.join(parts)}"
         if self.num_rounded:
-            said += (
-                f"; {self.num_rounded:,} had a part of a device and are simulated with all of it"
-            )
+            said += f"; with a part of a device, and simulated with all of it: {self.num_rounded:,}"
         return said
 
 
@@ -112,13 +110,13 @@ def _job(cells: Cells, layout: TraceLayout) -> tuple[TraceJob | str, bool]:
         return why, False
     if layout.states and not _is_in(texts.get("state", ""), layout.states):
         return f"in state {_state(texts.get('state', '')) or '(none)'}", False
+    # A job that never started may have no devices and no duration either, and the start says more.
+    for role, what in (("submit", "submission"), ("start", "start")):
+        if role in columns and role not in texts:
+            return f"without a {what}", False
     devices = layout.devices(cells)
     if not devices:
         return "without devices", False
-    # A job that never started has no duration either, and the start says more.
-    for role in ("submit", "start"):
-        if role in columns and role not in texts:
-            return f"without a {role}", False
     ran_s = _ran_s(texts, columns)
     if ran_s is None or ran_s == 0:
         return "without a duration", False

@@ -21,12 +21,15 @@ from jaxgoodput.cluster.service.wire import HeldDevices, Submission
 from jaxgoodput.specs import Allocation, JobSpec, Shape
 
 
+JobChange = Literal["none", "start", "resize", "pause"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlannedJob:
     """What one job gets, and why."""
 
     id: str
-    change: Literal["none", "start", "resize", "pause"]
+    change: JobChange
     """What to do: nothing, start it, give it other devices, or take all devices from it."""
     allocation: Mapping[str, tuple[int, ...]]
     """Local indices of its devices by node; empty: it waits."""
@@ -181,8 +184,6 @@ def _planned(
     named: PolicyEntry,
 ) -> PlannedJob:
     given = plan.allocations[job.id]
-    moved = {"start": plan.start, "resize": plan.resize, "pause": plan.pause}
-    change = next((what for what, ids in moved.items() if job.id in ids), "none")
     explanation = None
     if request.explain and not given.devices:
         explanation = explain(
@@ -190,9 +191,17 @@ def _planned(
         )
     return PlannedJob(
         id=job.id,
-        change=change,
+        change=_change(plan, job.id),
         allocation=given.devices,
         num_devices=given.num_devices,
         reason=plan.reasons[job.id],
         explanation=explanation,
     )
+
+
+def _change(plan: Plan, job: str) -> JobChange:
+    if job in plan.start:
+        return "start"
+    if job in plan.resize:
+        return "resize"
+    return "pause" if job in plan.pause else "none"
