@@ -218,6 +218,9 @@ _SUBMIT = (
     text("--level", "LEVEL", "topology level, such as rack; all devices of the job lie within one of its "
          "domains"),
     number("--min-run-s", "S", 0.0, "seconds for which the job keeps the devices it gets", 0.0),
+    switch("--not-preemptible", help="once the job has devices, other jobs never get them"),
+    number("--budget", "N", 0.0, "maximum cost of the job, by the cluster's prices; without prices it has no "
+           "effect (default: no limit)"),
     text("--workdir", "DIR", "workdir of the run, whose journal holds what the job measured (default: the "
          "--workdir among its arguments)", type=folder),
     text("--env", "NAME[=VALUE]", "environment variable of each process, by default with the value that it "

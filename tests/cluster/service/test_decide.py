@@ -83,6 +83,7 @@ CHANGES = {
     ),
     "devices since never": (lambda r: job_with(r, allocation={"a1": [0]}), "needs both"),
     "half a process": (lambda r: job_with(r, devices_per_process=3), "not a multiple"),
+    "a budget without prices": (lambda r: job_with(r, budget=5), "no prices"),
     "two of a name": (lambda r: r | {"jobs": r["jobs"][:1] * 2}, "train-7"),
     "used devices": (
         lambda r: r | {"cluster": r["cluster"] | {"in_use": {"a": {"b": 1}}}},

@@ -20,7 +20,6 @@ from jaxgoodput.cluster.service.record.state import JobEntry
 from jaxgoodput.cluster.service.wire import HeldDevices, Submission
 from jaxgoodput.specs import Allocation, JobSpec, Shape
 
-
 JobChange = Literal["none", "start", "resize", "pause"]
 
 
@@ -68,9 +67,17 @@ def decide(request: DecisionRequest) -> DecisionPlan:
         min_gap_s=0.0,
         max_gap_s=request.max_gap_s,
     )
+    explanations = {
+        id_: explain(id_, views, request.cluster, named.policy, request.now_s, plan=plan)
+        for id_, given in plan.allocations.items()
+        if request.explain and not given.devices
+    }
     return DecisionPlan(
         policy=request.policy,
-        jobs=tuple(_planned(job, plan, request, views, named) for job in request.jobs),
+        jobs=tuple(
+            _planned(job, change, plan, explanations.get(job.id))
+            for job, change in zip(request.jobs, _changes(plan, request), strict=True)
+        ),
         next_s=plan.next_solve_s,
         objective=plan.objective,
         bound=plan.bound,
@@ -177,21 +184,12 @@ def _view(
 
 
 def _planned(
-    job: RequestedJob,
-    plan: Plan,
-    request: DecisionRequest,
-    views: Sequence[JobView],
-    named: PolicyEntry,
+    job: RequestedJob, change: JobChange, plan: Plan, explanation: Explanation | None
 ) -> PlannedJob:
     given = plan.allocations[job.id]
-    explanation = None
-    if request.explain and not given.devices:
-        explanation = explain(
-            job.id, views, request.cluster, named.policy, request.now_s, plan=plan
-        )
     return PlannedJob(
         id=job.id,
-        change=_change(plan, job.id),
+        change=change,
         allocation=given.devices,
         num_devices=given.num_devices,
         reason=plan.reasons[job.id],
@@ -199,9 +197,11 @@ def _planned(
     )
 
 
-def _change(plan: Plan, job: str) -> JobChange:
-    if job in plan.start:
-        return "start"
-    if job in plan.resize:
-        return "resize"
-    return "pause" if job in plan.pause else "none"
+def _changes(plan: Plan, request: DecisionRequest) -> list[JobChange]:
+    """Return the change of each job of the request, in its order."""
+    found: dict[str, JobChange] = {
+        **dict.fromkeys(plan.start, "start"),
+        **dict.fromkeys(plan.resize, "resize"),
+        **dict.fromkeys(plan.pause, "pause"),
+    }
+    return [found.get(job.id, "none") for job in request.jobs]

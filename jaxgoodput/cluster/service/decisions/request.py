@@ -133,6 +133,12 @@ class DecisionRequest:
         require_within("the request", {"now_s": self.now_s, "max_gap_s": self.max_gap_s})
         if self.cluster.in_use:
             raise ValueError("cluster.in_use is set by the scheduler itself. Leave it out.")
+        limited = [job.id for job in self.jobs if job.budget is not None]
+        if limited and not self.cluster.price_per_hour:
+            raise ValueError(
+                f"job {limited[0]!r} has a budget, but the devices have no prices. Add "
+                "cluster.price_per_hour, or leave the budget out."
+            )
         sizes = {node.name: node.num_devices for node in self.cluster.nodes}
         for job in self.jobs:
             for name, local in job.allocation.items():
