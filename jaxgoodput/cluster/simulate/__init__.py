@@ -1,8 +1,9 @@
 """Simulates scheduling policies on workloads.
 
-`read_scenario` reads a workload (`read_trace_scenario` a trace of any cluster), `compare` runs policies on it, and `table` prints the results. Underneath,
-`simulate` takes the jobs (`TraceJob`s), the cluster, a policy, the truth about the applications (measured
-tables, Gavel's throughputs, or goodput models) and the `Settings` of the simulation.
+`read_scenario` reads a workload (`read_trace_scenario` a trace of any cluster), `compare` runs policies on
+it, and `table` prints the results. Underneath, `simulate` takes the jobs (`TraceJob`s), the cluster, a
+policy, the truth about the applications (measured tables, Gavel's throughputs, goodput models, or durations)
+and the `Settings` of the simulation.
 """
 
 from jaxgoodput._lazy import lazy_names

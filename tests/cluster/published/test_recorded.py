@@ -127,7 +127,7 @@ def test_any_delimiter_is_read(tmp_path, delimiter):
 def test_a_missing_column_is_named_with_those_that_there_are(tmp_path):
     path = table(tmp_path, "id,when,gpus\n1,2,3\n")
     with pytest.raises(
-        TraceError, match=r"no column name, at, begin, finish, how\..* id, when, gpus"
+        TraceError, match=r"no column at, begin, finish, how, name\..* id, when, gpus"
     ):
         read_recorded(path, LAYOUT)
 
