@@ -7,7 +7,6 @@ advances from event to event: arrivals, ends, failures and first measurements, w
 gap between decisions that the settings give.
 """
 
-import bisect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from jaxgoodput.cluster.simulate.conditions.speeds import relative_speeds
 from jaxgoodput.cluster.simulate.conditions.told import JobViews
 from jaxgoodput.cluster.simulate.jobs.job import Truth
 from jaxgoodput.cluster.simulate.jobs.tracked import RestartModel, TrackedJob, spent
+from jaxgoodput.cluster.simulate.jobs.workload import Workload
 from jaxgoodput.cluster.simulate.records import Result
 from jaxgoodput.cluster.simulate.settings import Settings
 from jaxgoodput.specs import Allocation, ClusterSpec, Node
@@ -65,8 +65,8 @@ def simulate(
     world = _World(jobs, cluster, policy, truth, settings, clock)
     for _ in world.steps():
         if on_progress is not None:
-            done = len(world.jobs) - world.num_left
-            on_progress(Progress(now_s=world.now_s, num_done=done, num_jobs=len(world.jobs)))
+            done = len(jobs) - world.workload.num_left
+            on_progress(Progress(now_s=world.now_s, num_done=done, num_jobs=len(jobs)))
     return world.result(name or type(policy).__name__)
 
 
@@ -109,9 +109,9 @@ def decision_at(
             found = world.last
         if world.now_s > at_s:
             break
-    if not world.num_left and world.now_s < at_s:
+    if not world.workload.num_left and world.now_s < at_s:
         raise ValueError(
-            f"all {len(world.jobs)} jobs were done by {world.now_s:,.0f} s. Name an earlier time."
+            f"all {len(jobs)} jobs were done by {world.now_s:,.0f} s. Name an earlier time."
         )
     if found is None:
         first = min((trace.submit_s for trace in jobs), default=math.inf)
@@ -134,14 +134,12 @@ class _World:
         settings: Settings,
         clock: Clock,
     ):
-        self.jobs = [
-            TrackedJob(trace, truth.job(trace, settings, index), index)
-            for index, trace in enumerate(jobs)
-        ]
-        self.active: list[TrackedJob] = []  # submitted and not done, in the order of the workload
-        # Not submitted yet, the next one last. Most jobs of a long trace are done or not submitted, and what
-        # happens again and again looks at the active ones only.
-        self._coming = sorted(self.jobs, key=lambda j: (-j.trace.submit_s, -j.index))
+        self.workload = Workload(
+            [
+                TrackedJob(trace, truth.job(trace, settings, index), index)
+                for index, trace in enumerate(jobs)
+            ]
+        )
         self.now_s = 0.0
         self.last: SimulatedDecision | None = None
         self._cluster, self._policy, self._truth = cluster, policy, truth
@@ -151,8 +149,6 @@ class _World:
         self._restarts = RestartModel(settings)
         self._tenants = TenantAccounts(cluster, settings.usage_half_life_s)
         self._views = JobViews(settings, cluster)
-        self._applications = {job.id: job.work.application for job in self.jobs}
-        self._submitted_s = {job.id: job.trace.submit_s for job in self.jobs}
         self._decision_s: list[float] = []  # how long each decision took
         self._wanted = True  # whether an event asks for a decision
         self._last_solve_s = -math.inf
@@ -160,15 +156,10 @@ class _World:
         self._stalled_s = 0.0  # when to give up if nothing runs until then
         self._settled_until_s = -math.inf  # until when no plan is needed as long as all jobs run
         if (script := self._breakdowns.script) is not None:
-            for job in self.jobs:
+            for job in self.workload.jobs:
                 job.crash_ahead_s = script.crashes(job.index)
                 job.crash_in_s = next(job.crash_ahead_s, math.inf)
                 job.cancel_s = job.trace.submit_s + script.cancelled_after_s(job.index)
-
-    @property
-    def num_left(self) -> int:
-        """Number of jobs that are not done."""
-        return len(self.active) + len(self._coming)
 
     def steps(self) -> Iterator[None]:
         """Run the simulation to its end; yields after each advance of the simulated time."""
@@ -177,7 +168,7 @@ class _World:
             self._befall()
             self._decide()
             yield
-        while self.num_left:
+        while self.workload.num_left:
             if settings.round_s is None:
                 self._next_event()
             else:
@@ -188,23 +179,14 @@ class _World:
 
     # Time.
 
-    def _admit(self, end_s: float, *, inclusive: bool) -> bool:
-        """Let the jobs that are submitted by a time become active; return whether there are any."""
-        coming, before = self._coming, len(self.active)
-        while coming and (
-            coming[-1].trace.submit_s < end_s or (inclusive and coming[-1].trace.submit_s == end_s)
-        ):
-            bisect.insort(self.active, coming.pop(), key=lambda job: job.index)
-        return len(self.active) > before
-
     def _speeds(self) -> dict[str, float]:
-        running = [job for job in self.active if job.running]
+        running = [job for job in self.workload.active if job.running]
         return relative_speeds(running, self._settings, self._nodes, self._breakdowns)
 
     def _advance(self, seconds: float, speeds: Mapping[str, float]) -> None:
         # Jobs that arrive within this time count from their arrival, but get devices only at a decision.
-        self._admit(self.now_s + seconds, inclusive=False)
-        active = [job for job in self.active if job.trace.submit_s < self.now_s + seconds]
+        self.workload.admit(self.now_s + seconds, inclusive=False)
+        active = [job for job in self.workload.active if job.trace.submit_s < self.now_s + seconds]
         if self._cluster.tenants:
             self._tenants.add(active, self._breakdowns.present(), seconds)
         for job in active:
@@ -218,9 +200,7 @@ class _World:
         self._forget_finished()
 
     def _forget_finished(self) -> None:
-        if any(job.finish_s is not None for job in self.active):
-            self.active = [job for job in self.active if job.finish_s is None]
-            self._wanted = True
+        self._wanted |= self.workload.forget_finished()
 
     def _next_event(self) -> None:
         """Advance to the next event, and ask the policy for a plan if one is due then.
@@ -230,8 +210,8 @@ class _World:
         """
         speeds, before_s = self._speeds(), self.now_s
         self._advance(self._span(speeds), speeds)
-        self._admit(self.now_s, inclusive=True)
-        for job in self.active:
+        self.workload.admit(self.now_s, inclusive=True)
+        for job in self.workload.active:
             # Compared with the time before, because sums of floats may step over the moment of an arrival.
             has_arrived = before_s < job.trace.submit_s <= self.now_s
             if has_arrived or job.measured_s <= self.now_s:
@@ -244,14 +224,14 @@ class _World:
     def _span(self, speeds: Mapping[str, float]) -> float:
         """Return the seconds until the next event, such as a decision, an arrival, a failure or an end."""
         moments = [max(self._due_s(), self.now_s), self._breakdowns.next_s]
-        if self._coming:
-            moments.append(self._coming[-1].trace.submit_s)
-        for job in self.active:
+        if (next_s := self.workload.next_submit_s) is not None:
+            moments.append(next_s)
+        for job in self.workload.active:
             moments.append(job.cancel_s)
             if job.running:
                 moments.append(job.measured_s)
         span = min(moments) - self.now_s
-        for job in self.active:
+        for job in self.workload.active:
             if job.running and job.restart.left_s < span:
                 left = span - job.restart.left_s
                 stop = job.work.next_stop(left, speeds.get(job.id, 1.0))
@@ -268,17 +248,17 @@ class _World:
 
     def _befall(self) -> None:
         """Write checkpoints, let nodes fail and be repaired, and cancel jobs, if their time has come."""
-        for job in self.active:
+        for job in self.workload.active:
             if job.running and self.now_s - job.checkpoint[0] >= self._breakdowns.checkpoint_s:
                 job.save(self.now_s)
         failed, has_changed = self._breakdowns.pass_to(self.now_s)
         self._wanted |= has_changed
         for node in failed:
-            for job in self.active:
+            for job in self.workload.active:
                 if node in job.allocation.devices:
                     job.work.restore(job.checkpoint[1])
                     self._place(job, Allocation(generation=job.allocation.generation + 1))
-        for job in self.active:
+        for job in self.workload.active:
             if job.cancel_s <= self.now_s:
                 self._cancel(job)
         self._forget_finished()
@@ -293,8 +273,8 @@ class _World:
     def _decide(self) -> None:
         """Ask the policy for a plan, and give jobs the devices that it says."""
         settings = self._settings
-        self._admit(self.now_s, inclusive=True)
-        active = [job for job in self.active if job.trace.submit_s <= self.now_s]
+        self.workload.admit(self.now_s, inclusive=True)
+        active = [job for job in self.workload.active if job.trace.submit_s <= self.now_s]
         if self.now_s < self._settled_until_s and all_run(active):
             self._wanted = False  # a job has ended, and no other one waits for its devices
             return
@@ -321,15 +301,15 @@ class _World:
             cluster=cluster,
             now_s=self.now_s,
             plan=plan,
-            applications=self._applications,
-            submitted_s=self._submitted_s,
+            applications=self.workload.applications,
+            submitted_s=self.workload.submitted_s,
         )
         for job in active:
             self._place(job, plan.allocations[job.id])
         self._next_solve_s, self._settled_until_s = plan.next_solve_s, -math.inf
         if settings.settled_gap_s is not None and self._is_settled(active, plan.next_solve_s):
             self._next_solve_s = self._settled_until_s = self.now_s + settings.settled_gap_s
-        self._restarts.share_storage(self.active, self.now_s)
+        self._restarts.share_storage(self.workload.active, self.now_s)
         self._stop_without_money()
         self._raise_if_stalled(active)
 
@@ -354,14 +334,15 @@ class _World:
 
     def _stop_without_money(self) -> None:
         """Cancel the jobs whose budget is used up, as they would wait for ever."""
-        for job in self.active:
+        for job in self.workload.active:
             if job.trace.submit_s <= self.now_s and spent(job, self._cluster.price_per_hour):
                 job.out_of_money = True
                 self._cancel(job)
         self._forget_finished()
 
     def _raise_if_stalled(self, active: Sequence[TrackedJob]) -> None:
-        if any(job.running for job in active) or self._coming or self._breakdowns.down:
+        future = self.workload.next_submit_s is not None
+        if any(job.running for job in active) or future or self._breakdowns.down:
             self._stalled_s = self.now_s + STALLED_S
         elif self.now_s > self._stalled_s:
             raise StalledError(
@@ -374,11 +355,13 @@ class _World:
         """Return the `JobView` of a hypothetical job that is submitted now."""
         kinds = (node.kind for node in self._cluster.nodes)
         had_s = self._tenants.had_s
-        return self._views.newcomer(self._truth, trace, len(self.jobs), kinds, now_s, had_s)
+        return self._views.newcomer(
+            self._truth, trace, len(self.workload.jobs), kinds, now_s, had_s
+        )
 
     def result(self, name: str) -> Result:
         """Return the records of all jobs, once they are done, as the result of the policy `name`."""
-        records = tuple(job.record(self._cluster) for job in self.jobs)
+        records = tuple(job.record(self._cluster) for job in self.workload.jobs)
         return Result(
             policy=name,
             jobs=records,
