@@ -49,14 +49,7 @@ def layout_of(options: TraceOptions) -> TraceLayout:
             f"--delimiter {options.delimiter!r}: expected one character, or tab or space."
         )
     if options.preset is not None:
-        if options.columns is not None:
-            raise ValueError("--columns: the --preset says what the columns are. Leave one out.")
-        if options.preset not in PRESETS:
-            raise ValueError(
-                f"--preset {options.preset!r}: there is none of this name. There are: "
-                f"{', '.join(PRESETS)}; or name the columns with --columns."
-            )
-        layout = PRESETS[options.preset]
+        layout = _preset(options, options.preset)
         return replace(
             layout,
             states=layout.states if states is None else states,
@@ -72,6 +65,17 @@ def layout_of(options: TraceOptions) -> TraceLayout:
             "--states: no column says in which state a job ended. Add state=NAME to --columns."
         )
     return columns_layout(options.columns, delimiter=delimiter, states=states or ())
+
+
+def _preset(options: TraceOptions, name: str) -> TraceLayout:
+    if options.columns is not None:
+        raise ValueError("--columns: the --preset says what the columns are. Leave one out.")
+    if name not in PRESETS:
+        raise ValueError(
+            f"--preset {name!r}: there is none of this name. There are: {', '.join(PRESETS)}; or name the "
+            "columns with --columns."
+        )
+    return PRESETS[name]
 
 
 def read_trace_scenario(
@@ -97,21 +101,8 @@ def recorded_scenario(
     Raises ValueError if no job fits on the cluster.
     """
     spec = cluster_for(cluster, trace.jobs, curve) if isinstance(cluster, str) else cluster
-    remarks: list[str] = []
-    named = {kind for job in trace.jobs for kind in job.kinds or ()}
-    has = {node.kind for node in spec.nodes}
-    if named and not named & has:
-        jobs = tuple(replace(job, kinds=None) for job in trace.jobs)
-        trace = replace(trace, jobs=jobs)
-        remarks.append(
-            f"jobs run on any device: the trace names {_listed(named)}, and the cluster has {_listed(has)}"
-        )
+    trace, remarks = _on_cluster(trace, spec)
     sizes = _sizes(spec)
-    levels = {level for node in spec.nodes for level in node.labels}
-    if unknown := {job.level for job in trace.jobs if job.level is not None} - levels:
-        jobs = (replace(j, level=None) if j.level in unknown else j for j in trace.jobs)
-        trace = replace(trace, jobs=tuple(jobs))
-        remarks.append(f"jobs may lie anywhere: no node has a label {_listed(unknown)}")
     trace = trace.without(lambda job: _misfit(job, sizes, is_rigid=curve is None))
     if not trace.jobs:
         raise ValueError(f"no job of {name} fits on the cluster: {trace.in_words()}.")
@@ -128,9 +119,28 @@ def recorded_scenario(
         origin="recorded",
         jobs=jobs,
         cluster=spec,
-        truth=DurationTruth(tuple(sorted(has)), curve),
+        truth=DurationTruth(tuple(sorted({node.kind for node in spec.nodes})), curve),
         remarks=(trace.in_words(), *remarks),
     )
+
+
+def _on_cluster(trace: RecordedTrace, spec: ClusterSpec) -> tuple[RecordedTrace, list[str]]:
+    """Return the trace without kinds and topology levels that mean nothing on a cluster, and remarks."""
+    remarks: list[str] = []
+    named = {kind for job in trace.jobs for kind in job.kinds or ()}
+    has = {node.kind for node in spec.nodes}
+    if named and not named & has:
+        jobs = tuple(replace(job, kinds=None) for job in trace.jobs)
+        trace = replace(trace, jobs=jobs)
+        remarks.append(
+            f"jobs run on any device: the trace names {_listed(named)}, and the cluster has {_listed(has)}"
+        )
+    levels = {level for node in spec.nodes for level in node.labels}
+    if unknown := {job.level for job in trace.jobs if job.level is not None} - levels:
+        jobs = (replace(j, level=None) if j.level in unknown else j for j in trace.jobs)
+        trace = replace(trace, jobs=tuple(jobs))
+        remarks.append(f"jobs may lie anywhere: no node has a label {_listed(unknown)}")
+    return trace, remarks
 
 
 def cluster_for(text: str, jobs: Sequence[TraceJob], curve: Amdahl | None = None) -> ClusterSpec:
@@ -218,30 +228,30 @@ def read_history_scenario(
         found = read_history(folder)
     phases = None if states is None else {state.strip() for state in states.split(",")}
     curve = None if elastic is None else read_curve(elastic)
-    jobs, unusable, num_resized = [], Counter[str](), 0
-    for past in found.jobs:
-        job = _past_job(past, phases, curve)
-        if isinstance(job, str):
-            unusable[job] += 1
-        else:
-            num_resized += len({devices for _, devices in past.held}) > 1
-            jobs.append(job)
-    if not jobs:
+    pairs = [(past, _past_job(past, phases, curve)) for past in found.jobs]
+    unusable = Counter(why for _, why in pairs if isinstance(why, str))
+    trace = recorded([job for _, job in pairs if not isinstance(job, str)], unusable)
+    if not trace.jobs:
         counts = ", ".join(f"{count:,} {why}" for why, count in sorted(unusable.items()))
         raise ValueError(
             f"--history {folder}: no job of the journal can be simulated: {counts or 'it has no jobs'}."
         )
-    trace = recorded(jobs, unusable)
-    name = f"history of {folder}"
     spec = cluster if cluster is not None else ClusterSpec(nodes=found.nodes)
-    scenario = recorded_scenario(name, trace, spec, curve)
-    if not num_resized or curve is not None:
-        return scenario
-    said = (
-        f"{_jobs(num_resized)} with other numbers of devices at different times: simulated with the average "
+    scenario = recorded_scenario(f"history of {folder}", trace, spec, curve)
+    used = [past for past, job in pairs if not isinstance(job, str)]
+    remarks = (*scenario.remarks, *(_resized_in_words(used) if curve is None else ()))
+    return replace(scenario, remarks=remarks)
+
+
+def _resized_in_words(jobs: Sequence[PastJob]) -> list[str]:
+    """Return how many jobs had different numbers of devices and are simulated as rigid; [] if none."""
+    count = sum(len({devices for _, devices in job.held}) > 1 for job in jobs)
+    if not count:
+        return []
+    return [
+        f"{_jobs(count)} with other numbers of devices at different times: simulated with the average "
         "number, for as many device-seconds"
-    )
-    return replace(scenario, remarks=(*scenario.remarks, said))
+    ]
 
 
 def _past_job(

@@ -217,7 +217,7 @@ def _with_tenants(scenario: Scenario, text: str | None, seed: int) -> Scenario:
         tenants, part = read_tenants(text)
         with naming("--tenants"):
             spec = replace(spec, tenants=tenants)
-    # The jobs of a recorded trace may say whose they are; those of other workloads are assigned.
+    # The jobs of a recorded trace may say whose they are; other jobs are assigned.
     own = {job.tenant for job in scenario.jobs} - {"default"}
     if part and own and own.isdisjoint(part):
         raise ValueError(

@@ -106,14 +106,8 @@ def _job(cells: Cells, layout: TraceLayout) -> tuple[TraceJob | str, bool]:
     """Return the job of a row, or the reason that it is none; and whether its devices were rounded up."""
     columns = layout.columns
     texts = {role: cells[name] for role, name in columns.items() if not is_missing(cells[name])}
-    if (why := layout.left_out(cells)) is not None:
+    if (why := layout.left_out(cells) or _unfit(texts, layout)) is not None:
         return why, False
-    if layout.states and not _is_in(texts.get("state", ""), layout.states):
-        return f"in state {_state(texts.get('state', '')) or '(none)'}", False
-    # A job that never started may have no devices and no duration either, and the start says more.
-    for role, what in (("submit", "submission"), ("start", "start")):
-        if role in columns and role not in texts:
-            return f"without a {what}", False
     devices = layout.devices(cells)
     if not devices:
         return "without devices", False
@@ -123,16 +117,29 @@ def _job(cells: Cells, layout: TraceLayout) -> tuple[TraceJob | str, bool]:
     if ran_s < 0:
         return "ends before it starts", False
     submit = "submit" if "submit" in columns else "start"
+    kinds = () if layout.kinds is None else layout.kinds(cells)
     job = TraceJob(
         id=texts.get("id", ""),
         submit_s=_read(time_s, texts[submit], columns[submit]),
         application=texts.get("application", "job"),
         num_devices=math.ceil(devices),
         duration_s=ran_s,
-        tenant=texts.get("tenant") or texts.get("user") or "default",
-        kinds=(layout.kinds(cells) if layout.kinds is not None else ()) or None,
+        tenant=texts.get("tenant", texts.get("user", "default")),
+        kinds=kinds or None,
     )
     return job, devices != math.ceil(devices)
+
+
+def _unfit(texts: Mapping[str, str], layout: TraceLayout) -> str | None:
+    """Return why a job is not used: it ended in another state, or was not submitted or started."""
+    state = texts.get("state", "")
+    if layout.states and not _is_in(state, layout.states):
+        return f"in state {_state(state) or '(none)'}"
+    # A job that never started may have no devices and no duration either, and the start says more.
+    for role, what in (("submit", "submission"), ("start", "start")):
+        if role in layout.columns and role not in texts:
+            return f"without a {what}"
+    return None
 
 
 def _ran_s(texts: Mapping[str, str], columns: Mapping[str, str]) -> float | None:

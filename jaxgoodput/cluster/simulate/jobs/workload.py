@@ -1,4 +1,4 @@
-"""The jobs of a simulation: those to come, those that are active, and all of them.
+"""The jobs of a simulation: the ones to come, the active ones, and all of them.
 
 Most jobs of a long trace are done or not submitted yet. What happens again and again in a simulation looks at
 the active ones only, so that a long trace costs no more per event than a short one.
