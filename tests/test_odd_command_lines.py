@@ -1,9 +1,11 @@
 """One odd value of one option of any command: it works, or a usage error names the option."""
 
 import argparse
+import io
 import random
 import re
 import socket
+import sys
 
 import pytest
 
@@ -87,6 +89,7 @@ def call(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cli, "command_parser", lambda: parser)
 
     def run(arguments):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(REQUEST.encode())))
         try:
             code = cli.main(arguments)
         except Begun:
