@@ -173,6 +173,10 @@ def _recorded(options):
     for option, given in {**others, "--history": other}.items():
         if given is not None:
             raise ValueError(f"{option} {given}: {own} says which jobs there are. Leave one out.")
+    if options.inputs is not None:
+        raise ValueError(
+            f"--inputs {options.inputs}: nothing is known of the samples of recorded jobs. Leave it out."
+        )
     if own == "--history":
         _refuse_layout(options, "the journal has a layout of its own")
         return recorded.read_history_scenario(

@@ -56,7 +56,7 @@ class Log:
         max_size=6,
     )
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_the_history_is_what_happened(tmp_path_factory, jobs):
     log, now_s, expected = Log(tmp_path_factory.mktemp("journal")), 10.0, []
     for number, (periods, end) in enumerate(jobs):
