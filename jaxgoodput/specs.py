@@ -210,18 +210,9 @@ def _require_tree(tenants: tuple[Tenant, ...]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobSpec:
-    """A user's request for a job."""
+class JobTerms:
+    """What a job asks for beside its size: the fields that jobs of the service and of traces share."""
 
-    __pydantic_config__ = STRICT
-    id: str
-    mode: Literal["adaptive", "elastic", "rigid"] = "adaptive"
-    """Adaptive: devices and batch may change. Elastic: the global batch is fixed. Rigid: the number of
-    devices is fixed as well."""
-    min_devices: int = 1
-    max_devices: int = 64
-    num_devices: int | None = None
-    """Number of devices of a rigid job."""
     weight: float = 1.0
     """Priority; 1 is normal."""
     tenant: str = "default"
@@ -238,6 +229,21 @@ class JobSpec:
     can be met; otherwise it is only reported."""
     budget: float | None = None
     """Maximum total cost, by the cluster's prices; None: no limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec(JobTerms):
+    """A user's request for a job."""
+
+    __pydantic_config__ = STRICT
+    id: str
+    mode: Literal["adaptive", "elastic", "rigid"] = "adaptive"
+    """Adaptive: devices and batch may change. Elastic: the global batch is fixed. Rigid: the number of
+    devices is fixed as well."""
+    min_devices: int = 1
+    max_devices: int = 64
+    num_devices: int | None = None
+    """Number of devices of a rigid job."""
 
     def __post_init__(self):
         what = f"job {self.id!r}"

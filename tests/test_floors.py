@@ -28,7 +28,8 @@ FLOORS = (
     {"observe", "models", "cluster.scheduler"},
     {"train", "cluster.published"},  # train and the scheduler meet in specs
     {"launcher", "cluster.catalogue"},
-    {"cli", "cluster.simulate", "cluster.service"},
+    {"cluster.service"},
+    {"cli", "cluster.simulate"},  # the simulator reads what the service has recorded
     {"__main__"},
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

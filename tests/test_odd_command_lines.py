@@ -1,9 +1,11 @@
 """One odd value of one option of any command: it works, or a usage error names the option."""
 
 import argparse
+import io
 import random
 import re
 import socket
+import sys
 
 import pytest
 
@@ -37,7 +39,10 @@ USUAL = {
     "cancel": "--folder service a-job",
     "explain": "--folder service a-job",
     "drain": "--folder service a-node",
+    "decide": "request.json",
 }
+REQUEST = """{"version": 1, "now_s": 0, "jobs": [{"id": "a"}],
+    "cluster": {"nodes": [{"name": "n", "kind": "cpu", "num_devices": 1}]}}"""
 # fmt: off
 ODD = [
     *"0 -1 1 2 2.5 1e3 1e9 1e400 nan inf -inf true none 10m 3h 5% 16GiB 1,2 1:2 2:1 1:1:1 :: : a:b".split(),
@@ -68,6 +73,7 @@ def call(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAXGOODPUT_SECRET", "secret")
     folder = tmp_path / "service"
     folder.mkdir()
+    (tmp_path / "request.json").write_text(REQUEST)
     (folder / "address").write_text("http://localhost:9\n")
     (folder / "token").write_text("0123456789abcdef" * 4 + "\n")
     for place, name in (
@@ -83,6 +89,7 @@ def call(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cli, "command_parser", lambda: parser)
 
     def run(arguments):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(REQUEST.encode())))
         try:
             code = cli.main(arguments)
         except Begun:

@@ -19,6 +19,7 @@ import numpy as np
 from jaxgoodput._fields.serial import parse
 from jaxgoodput.cluster.published.tables import Application, Curve, Runs, StepTable, normalised
 from jaxgoodput.cluster.scheduler.policy import Mode
+from jaxgoodput.specs import JobTerms
 
 Path = str | pathlib.Path
 
@@ -38,28 +39,31 @@ class TraceError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceJob:
-    """One job of a workload file: when it is submitted, and what it runs."""
+class TraceJob(JobTerms):
+    """One job of a workload: when it is submitted, what it runs, and what its user asked for.
+
+    A job that has a deadline also declares its remaining work.
+    """
 
     id: str
     submit_s: float
     application: str
     num_devices: int = 1
     """Number of devices that the user would ask for."""
+    min_devices: int | None = None
+    """Least number of devices of a job that is not rigid; None: 1."""
+    max_devices: int | None = None
+    """Greatest number of devices of a job that is not rigid; None: as in the simulation's settings."""
     global_batch_size: int | None = None
     """Global batch that the user would pick, in samples."""
     mode: Mode | None = None
     """What may change while it runs; None = as in the simulation's settings."""
     num_steps: int | None = None
     """Work of the job: steps over all devices in Gavel's traces, base steps for goodput models."""
-    weight: float = 1.0
+    duration_s: float | None = None
+    """Seconds that it ran on `num_devices`, in traces that hold only durations."""
     slo: float | None = None
     """Deadline as a multiple of the isolated duration, in Gavel's traces."""
-    deadline_s: float | None = None
-    """Deadline. A job that has one also declares its remaining work."""
-    tenant: str = "default"
-    budget: float | None = None
-    """Most that the job may cost; None = no limit."""
 
 
 def read_pollux_workload(path: Path) -> tuple[TraceJob, ...]:

@@ -218,6 +218,9 @@ _SUBMIT = (
     text("--level", "LEVEL", "topology level, such as rack; all devices of the job lie within one of its "
          "domains"),
     number("--min-run-s", "S", 0.0, "seconds for which the job keeps the devices it gets", 0.0),
+    switch("--not-preemptible", help="once the job has devices, other jobs never get them"),
+    number("--budget", "N", 0.0, "maximum cost of the job, by the cluster's prices; without prices it has no "
+           "effect (default: no limit)"),
     text("--workdir", "DIR", "workdir of the run, whose journal holds what the job measured (default: the "
          "--workdir among its arguments)", type=folder),
     text("--env", "NAME[=VALUE]", "environment variable of each process, by default with the value that it "
@@ -231,6 +234,9 @@ _STATUS = (
     switch("--once", help="print once and stop, as is done if the output is not a terminal"),
 )
 _JOB = argument("job", "JOB", "id of the job")
+_DECIDE = (
+    argument("file", "FILE", "file with the request, instead of the standard input", nargs="?", type=file),
+)  # fmt: skip
 _FOLLOW = switch("-f", "--follow", help="continue until the job is over")
 _DRAIN = (
     argument("node", "NODE", "name of the node"),
@@ -261,6 +267,7 @@ def add_commands(commands: Commands) -> None:
     add(_cancel, f"{to_service} JOB", (_JOB, *_CONNECTION))
     add(_explain, f"{to_service} JOB", (_JOB, *_CONNECTION))
     add(_drain, f"{to_service} NODE", (*_DRAIN, *_CONNECTION))
+    add(_decide, "[FILE] > plan.json", _DECIDE)
 
 
 # The actions. Their docstrings are the help texts; the work is done in `terminal`, which is imported late.
@@ -377,3 +384,17 @@ def _drain(options, command: list[str], parser: argparse.ArgumentParser) -> int:
     from jaxgoodput.cluster.service import terminal
 
     return terminal.drain(options, parser)
+
+
+def _decide(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Print the plan for a cluster that another program runs: JSON in, JSON out.
+
+    Slurm, Kubernetes, Ray or a scheduler of your own describes its nodes and jobs, and gets who should have
+    which devices, and why. No service has to run. docs/howto/decide.md describes the fields.
+
+    examples:
+      jaxgoodput decide < cluster_and_jobs.json > plan.json
+    """
+    from jaxgoodput.cluster.service.decisions import command as decisions
+
+    return decisions.decide_command(options)

@@ -337,6 +337,8 @@ def _submission(options, command: list[str]) -> wire.Submission:
             weight=options.weight,
             tenant=options.tenant,
             min_run_s=options.min_run_s,
+            preemptible=not options.not_preemptible,
+            budget=options.budget,
             kinds=tuple(options.kinds.split(",")) if options.kinds else None,
             level=options.level,
         ),

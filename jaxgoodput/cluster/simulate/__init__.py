@@ -1,8 +1,9 @@
 """Simulates scheduling policies on workloads.
 
-`read_scenario` reads a workload, `compare` runs policies on it, and `table` prints the results. Underneath,
-`simulate` takes the jobs (`TraceJob`s), the cluster, a policy, the truth about the applications (measured
-tables, Gavel's throughputs, or goodput models) and the `Settings` of the simulation.
+`read_scenario` reads a workload (`read_trace_scenario` a trace of any cluster), `compare` runs policies on
+it, and `table` prints the results. Underneath, `simulate` takes the jobs (`TraceJob`s), the cluster, a
+policy, the truth about the applications (measured tables, Gavel's throughputs, goodput models, or durations)
+and the `Settings` of the simulation.
 """
 
 from jaxgoodput._lazy import lazy_names
@@ -25,6 +26,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "simulate.pictures": "completion_png gantt_png",
         "simulate.questions": "explanation what_if",
         "simulate.records": "Interval JobRecord Result",
+        "simulate.recorded": "TraceOptions read_history_scenario read_trace_scenario",
         "simulate.rules": "read_costs read_settings",
         "simulate.scenario": "Scenario read_cluster read_scenario",
         "simulate.settings": "Failures Pin Settings gavel_settings "

@@ -29,6 +29,9 @@ from jaxgoodput.cluster.simulate.pictures import completion_png as completion_pn
 from jaxgoodput.cluster.simulate.pictures import gantt_png as gantt_png
 from jaxgoodput.cluster.simulate.questions import explanation as explanation
 from jaxgoodput.cluster.simulate.questions import what_if as what_if
+from jaxgoodput.cluster.simulate.recorded import TraceOptions as TraceOptions
+from jaxgoodput.cluster.simulate.recorded import read_history_scenario as read_history_scenario
+from jaxgoodput.cluster.simulate.recorded import read_trace_scenario as read_trace_scenario
 from jaxgoodput.cluster.simulate.records import Interval as Interval
 from jaxgoodput.cluster.simulate.records import JobRecord as JobRecord
 from jaxgoodput.cluster.simulate.records import Result as Result

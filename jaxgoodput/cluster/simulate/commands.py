@@ -6,18 +6,36 @@ import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxgoodput._commands import Commands, OneOf, folder, number, switch, text, wrong
+from jaxgoodput._commands import Commands, OneOf, file, folder, number, switch, text, wrong
 from jaxgoodput._exits import DONE
+
+DEFAULT_WORKLOAD = "synthetic:160"
 
 _OPTIONS = (
     text("--policy", "A,B,...", "names of policies, see --list (default: of goodput,sia,pollux,tiresias "
          "those that know the kinds and tenants of the cluster; goodput with --explain and "
          "--what-if)"),
     text("--workload", "W", "synthetic[:JOBS], a workload file, or a folder that holds one, as published "
-         "with Pollux, Sia or Gavel; the tables of measurements are searched for in the folders above",
-         "synthetic:160"),
+         "with Pollux, Sia or Gavel; the tables of measurements are searched for in the folders above it "
+         f"(default: {DEFAULT_WORKLOAD})"),
+    text("--trace", "F", "instead of --workload: a trace that says when jobs came, on how many devices and "
+         "for how long they ran; may be compressed by gzip", type=file),
+    text("--preset", "NAME", "layout of the --trace: helios, acme, alibaba-2020, alibaba-2023, philly, "
+         "tiresias or slurm (sacct --parsable2 with JobID,User,Submit,Start,Elapsed,State,AllocTRES)"),
+    text("--columns", "W=COLUMN", "columns of the --trace: submit=, devices= and duration= (or start= and "
+         "end=), and perhaps id=, state=, user=, tenant=, kind=, application=, separated by commas"),
+    text("--delimiter", "C", "character between the cells of the --trace, or tab (default: as its "
+         "header shows)"),
+    text("--states", "S,...", "use only jobs that ended in these states, such as COMPLETED (default: all "
+         "that ended)"),
+    text("--history", "DIR", "instead of --workload: the jobs in the journal of a service with this "
+         "--folder, on its own nodes unless --cluster is given", type=folder),
+    text("--elastic", "CURVE", "serial=SHARE[,most=TIMES]: assume that jobs of a --trace or --history may "
+         "have up to TIMES (4) the devices that they had, and that SHARE of their work on one device gains "
+         "nothing by more (Amdahl's law; default: they are rigid)"),
     text("--cluster", "C", "[KIND:]NODESxDEVICES[/NODES PER RACK],... or a .json file with a ClusterSpec "
-         "(default: the cluster that was published with the workload; t4:16x4 for synthetic)"),
+         "(default: the cluster that was published with the workload; t4:16x4 for synthetic). With --trace "
+         "and --history also [KIND:]unlimitedxDEVICES: nodes that are never short"),
     text("--rules", "R", "how the simulated cluster behaves. own: as published with the workload, or "
          "events for synthetic; pollux, sia, gavel: as published there, in rounds; events: a new plan when "
          "jobs come and go; realistic: with noise, interference, failures and measured restart costs", "own"),
@@ -76,6 +94,8 @@ def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> i
       jaxgoodput simulate --policy goodput,sia,tiresias --out /tmp/compared
       jaxgoodput simulate --workload sia/workloads/philly/workload-1.csv \\
           --cluster aws:6x4,dgx-ext:2x8,rtx:3x8 --policy goodput,sia
+      jaxgoodput simulate --trace cluster_log.csv --preset helios --cluster 143x8
+      jaxgoodput simulate --history ~/.jaxgoodput/service --policy goodput,static
       jaxgoodput simulate --explain vision-small-12@3h
       jaxgoodput simulate --what-if language-model:8,weight=2@3h
     """
@@ -106,6 +126,8 @@ def _policies(options, known, scenario) -> list[str]:
     if not options.policy:
         is_question = options.explain or options.what_if
         default = ["goodput"] if is_question else ["goodput", "sia", "pollux", "tiresias"]
+        if scenario.origin == "recorded" and not is_question:
+            default = ["goodput", "tiresias", "static"]
         return [name for name in default if knows(scenario, known[name])]
     names = [name.strip() for name in options.policy.split(",")]
     for name in names:
@@ -119,21 +141,64 @@ def _policies(options, known, scenario) -> list[str]:
 def _setting(options):
     """Return the scenario and the settings that the options describe. Raises ValueError or OSError."""
     from jaxgoodput.cluster.simulate import read_scenario, read_settings
+    from jaxgoodput.cluster.simulate.scenario import with_conditions
 
     def chosen(*names: str):
         return {name: getattr(options, name) for name in names}
 
-    scenario = read_scenario(
-        options.workload,
-        options.cluster,
-        **chosen("seed", "hours", "speed", "tenants", "prices", "budgets", "deadlines"),
-    )
+    conditions = chosen("seed", "tenants", "prices", "budgets", "deadlines")
+    if options.trace is not None or options.history is not None:
+        scenario = with_conditions(_recorded(options), **conditions)
+    else:
+        _refuse_trace_options(options)
+        workload = DEFAULT_WORKLOAD if options.workload is None else options.workload
+        scenario = read_scenario(
+            workload, options.cluster, **chosen("hours", "speed"), **conditions
+        )
     settings = read_settings(
         options.rules,
         scenario.origin,
         **chosen("restart_s", "seed", "declared_progress", "faults", "costs", "inputs"),
     )
     return scenario, settings
+
+
+def _recorded(options):
+    """Return the scenario of --trace or --history. Raises ValueError for options that do not belong to it."""
+    from jaxgoodput.cluster.simulate import recorded
+
+    own = "--trace" if options.trace is not None else "--history"
+    other = options.history if own == "--trace" else None
+    others = {"--workload": options.workload, "--hours": options.hours, "--speed": options.speed}
+    for option, given in {**others, "--history": other}.items():
+        if given is not None:
+            raise ValueError(f"{option} {given}: {own} says which jobs there are. Leave one out.")
+    if options.inputs is not None:
+        raise ValueError(
+            f"--inputs {options.inputs}: nothing is known of the samples of recorded jobs. Leave it out."
+        )
+    if own == "--history":
+        _refuse_layout(options, "the journal has a layout of its own")
+        return recorded.read_history_scenario(
+            options.history, options.cluster, states=options.states, elastic=options.elastic
+        )
+    chosen = {name: getattr(options, name) for name in ("preset", "columns", "states", "delimiter")}
+    trace = recorded.TraceOptions(path=str(options.trace), **chosen)
+    return recorded.read_trace_scenario(trace, options.cluster, elastic=options.elastic)
+
+
+def _refuse_trace_options(options) -> None:
+    """Raise ValueError for an option about a trace if there is none."""
+    _refuse_layout(options, "it describes a --trace, and there is none")
+    for option, given in (("--states", options.states), ("--elastic", options.elastic)):
+        if given is not None:
+            raise ValueError(f"{option} {given}: applies to --trace and --history. Leave it out.")
+
+
+def _refuse_layout(options, why: str) -> None:
+    for name in ("preset", "columns", "delimiter"):
+        if (given := getattr(options, name)) is not None:
+            raise ValueError(f"--{name} {given}: {why}. Leave it out.")
 
 
 def _answer(options, scenario, settings, policies) -> None:
@@ -164,7 +229,7 @@ def _compare(options, scenario, settings, policies) -> None:
     devices = sum(node.num_devices for node in scenario.cluster.nodes)
     faults = [f"{r.policy}: {r.faults() or 'nothing went wrong'}" for r in results]
     paragraphs = (
-        [f"{scenario.name}, {len(scenario.jobs)} jobs on {devices} devices"],
+        [f"{scenario.name}, {len(scenario.jobs)} jobs on {devices} devices", *scenario.remarks],
         [table(results)],
         [tenants_table(results)],
         map(deadlines_in_words, results),

@@ -168,6 +168,7 @@ def to_json(scenario: Scenario, settings: Settings, results: Sequence[Result]) -
     """Return scenario, settings and results as JSON; `serial.unpack` reads the cluster and each result."""
     body = {
         "workload": scenario.name,
+        "remarks": list(scenario.remarks),
         "cluster": pack(scenario.cluster),
         "rules": encode(settings),
         "summaries": {result.policy: encode(result.summary()) for result in results},

@@ -20,6 +20,7 @@ from jaxgoodput.cluster.simulate.settings import (
     sia_settings,
 )
 
+SETTLED_GAP_S = 24 * 3600.0  # between decisions while all jobs of a recorded trace run
 RULES = ("own", "pollux", "sia", "gavel", "events", "realistic")
 # Bytes of parameters and optimizer state in 32 bits, from the public sizes of the artifacts' models, and
 # from the generator for its families.
@@ -63,7 +64,7 @@ def read_settings(
 ) -> Settings:
     """Return the settings that one of `RULES` names, for a workload of that origin.
 
-    "own": the published settings of the workload's artifact; "events" for synthetic jobs.
+    "own": the published settings of the workload's artifact; "events" for synthetic jobs and recorded ones.
     "pollux", "sia", "gavel": the published settings of that artifact.
     "events": the same applications, but decisions follow arrivals and ends, and jobs may be offered any size.
     "realistic": "events" with noisy measurements, interference and failing nodes. Restarts cost what writing
@@ -97,10 +98,11 @@ def _checked(restart_s: float) -> float:
 
 
 def _measured_restart_s(origin: Origin) -> dict[str, float]:
-    if origin == "gavel":
+    if origin in ("gavel", "recorded"):
+        whose = "Gavel's jobs" if origin == "gavel" else "the jobs of a trace"
         raise ValueError(
-            "--rules realistic: the states of Gavel's jobs are unknown, and so is the cost of their "
-            "restarts. Add --restart-s SECONDS."
+            f"--rules realistic: the states of {whose} are unknown, and so is the cost of their restarts. "
+            "Add --restart-s SECONDS."
         )
     return restart_by_state(STATE_BYTES)
 
@@ -109,7 +111,7 @@ def _rules(name: str, origin: Origin) -> Settings:
     published = {"pollux": pollux_settings(), "sia": sia_settings(), "gavel": gavel_settings()}
     own = published.get(origin, Settings())
     if name == "own":
-        name = "events" if origin == "synthetic" else origin
+        name = "events" if origin in ("synthetic", "recorded") else origin
     if name == "events":
         settings = replace(own, round_s=None, growth=None, rounding=False)
     elif name == "realistic":
@@ -118,6 +120,11 @@ def _rules(name: str, origin: Origin) -> Settings:
         settings = published[name]
     else:
         raise ValueError(f"--rules {name!r}: expected one of {', '.join(RULES)}.")
-    if origin == "synthetic":  # the artifacts' numbers by application do not cover synthetic ones
+    if origin in ("synthetic", "recorded"):
+        # The artifacts' numbers by application do not cover these jobs.
         settings = replace(settings, restart_s=30.0, told_restart_s=None, slowdown={}, pins={})
+    if origin == "recorded":
+        # The first start is part of the duration that was recorded.
+        costs = RestartCosts(start=0.0)
+        settings = replace(settings, costs=costs, settled_gap_s=SETTLED_GAP_S)
     return settings

@@ -29,10 +29,10 @@ from jaxgoodput.cluster.simulate.jobs.tables import TableTruth
 from jaxgoodput.cluster.simulate.key_numbers import naming, read_numbers
 from jaxgoodput.specs import ClusterSpec, Node
 
-Origin = Literal["synthetic", "pollux", "sia", "gavel"]
+Origin = Literal["synthetic", "pollux", "sia", "gavel", "recorded"]
 
 # The clusters that the artifacts ran on: the default if the user names none.
-CLUSTERS: Mapping[Origin, str] = {
+CLUSTERS: Mapping[Origin, str] = {  # a recorded trace does not say on which cluster its jobs ran
     "synthetic": "t4:16x4",
     "pollux": "t4:16x4",
     "sia": "aws:6x4,dgx-ext:2x8,rtx:3x8",
@@ -61,6 +61,8 @@ class Scenario:
     jobs: tuple[TraceJob, ...]
     cluster: ClusterSpec
     truth: Truth
+    remarks: tuple[str, ...] = ()
+    """What a reader of the results has to know of the workload, such as rows that were left out."""
 
 
 def read_cluster(text: str, *, kind: str = "t4") -> ClusterSpec:
@@ -160,6 +162,24 @@ def read_scenario(
                     "jobs arrive and how fast they run. Leave it out."
                 )
         scenario = _published(workload, cluster)
+    return with_conditions(
+        scenario, seed=seed, tenants=tenants, prices=prices, budgets=budgets, deadlines=deadlines
+    )
+
+
+def with_conditions(
+    scenario: Scenario,
+    *,
+    seed: int = 0,
+    tenants: str | None = None,
+    prices: str | None = None,
+    budgets: str | None = None,
+    deadlines: str | None = None,
+) -> Scenario:
+    """Return a scenario with the tenants, prices, budgets and deadlines that `read_scenario` describes.
+
+    Raises ValueError, naming the option, for anything that cannot be simulated.
+    """
     if prices is not None:
         scenario = _with_prices(scenario, prices)
     scenario = _with_tenants(scenario, tenants, seed)
@@ -197,7 +217,14 @@ def _with_tenants(scenario: Scenario, text: str | None, seed: int) -> Scenario:
         tenants, part = read_tenants(text)
         with naming("--tenants"):
             spec = replace(spec, tenants=tenants)
-    jobs = deal_out(scenario.jobs, part, seed) if part else scenario.jobs
+    # The jobs of a recorded trace may say whose they are; other jobs are assigned.
+    own = {job.tenant for job in scenario.jobs} - {"default"}
+    if part and own and own.isdisjoint(part):
+        raise ValueError(
+            f"--tenants: the jobs belong to {', '.join(sorted(own)[:5])} ..., none of which is among "
+            f"{', '.join(part)}. Name tenants of the trace."
+        )
+    jobs = deal_out(scenario.jobs, part, seed) if part and not own else scenario.jobs
     return replace(scenario, cluster=spec, jobs=jobs)
 
 

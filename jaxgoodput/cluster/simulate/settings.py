@@ -50,6 +50,9 @@ class Settings:
     """Least seconds between two decisions."""
     max_gap_s: float = 60.0
     """Most seconds between two decisions."""
+    settled_gap_s: float | None = None
+    """Most seconds between two decisions, on events, while every job runs and none may change its number of
+    devices; an end of a job then calls for none either. None: `max_gap_s`."""
     restart_s: Seconds = 30.0
     """Seconds of a restart, for all applications or by application."""
     costs: RestartCosts | None = None

@@ -21,6 +21,7 @@ from jaxgoodput.cluster.simulate.conditions.speeds import relative_speeds
 from jaxgoodput.cluster.simulate.conditions.told import JobViews
 from jaxgoodput.cluster.simulate.jobs.job import Truth
 from jaxgoodput.cluster.simulate.jobs.tracked import RestartModel, TrackedJob, spent
+from jaxgoodput.cluster.simulate.jobs.workload import Workload
 from jaxgoodput.cluster.simulate.records import Result
 from jaxgoodput.cluster.simulate.settings import Settings
 from jaxgoodput.specs import Allocation, ClusterSpec, Node
@@ -64,8 +65,8 @@ def simulate(
     world = _World(jobs, cluster, policy, truth, settings, clock)
     for _ in world.steps():
         if on_progress is not None:
-            done = len(world.jobs) - len(world.waiting)
-            on_progress(Progress(now_s=world.now_s, num_done=done, num_jobs=len(world.jobs)))
+            done = len(jobs) - world.workload.num_left
+            on_progress(Progress(now_s=world.now_s, num_done=done, num_jobs=len(jobs)))
     return world.result(name or type(policy).__name__)
 
 
@@ -108,9 +109,9 @@ def decision_at(
             found = world.last
         if world.now_s > at_s:
             break
-    if not world.waiting and world.now_s < at_s:
+    if not world.workload.num_left and world.now_s < at_s:
         raise ValueError(
-            f"all {len(world.jobs)} jobs were done by {world.now_s:,.0f} s. Name an earlier time."
+            f"all {len(jobs)} jobs were done by {world.now_s:,.0f} s. Name an earlier time."
         )
     if found is None:
         first = min((trace.submit_s for trace in jobs), default=math.inf)
@@ -133,11 +134,12 @@ class _World:
         settings: Settings,
         clock: Clock,
     ):
-        self.jobs = [
-            TrackedJob(trace, truth.job(trace, settings, index), index)
-            for index, trace in enumerate(jobs)
-        ]
-        self.waiting = list(self.jobs)  # not done, in the order of the workload
+        self.workload = Workload(
+            [
+                TrackedJob(trace, truth.job(trace, settings, index), index)
+                for index, trace in enumerate(jobs)
+            ]
+        )
         self.now_s = 0.0
         self.last: SimulatedDecision | None = None
         self._cluster, self._policy, self._truth = cluster, policy, truth
@@ -152,8 +154,9 @@ class _World:
         self._last_solve_s = -math.inf
         self._next_solve_s = math.inf  # when the last plan asks to be reviewed
         self._stalled_s = 0.0  # when to give up if nothing runs until then
+        self._settled_until_s = -math.inf  # until when no plan is needed as long as all jobs run
         if (script := self._breakdowns.script) is not None:
-            for job in self.jobs:
+            for job in self.workload.jobs:
                 job.crash_ahead_s = script.crashes(job.index)
                 job.crash_in_s = next(job.crash_ahead_s, math.inf)
                 job.cancel_s = job.trace.submit_s + script.cancelled_after_s(job.index)
@@ -165,7 +168,7 @@ class _World:
             self._befall()
             self._decide()
             yield
-        while self.waiting:
+        while self.workload.num_left:
             if settings.round_s is None:
                 self._next_event()
             else:
@@ -177,12 +180,13 @@ class _World:
     # Time.
 
     def _speeds(self) -> dict[str, float]:
-        running = [job for job in self.waiting if job.running]
+        running = [job for job in self.workload.active if job.running]
         return relative_speeds(running, self._settings, self._nodes, self._breakdowns)
 
     def _advance(self, seconds: float, speeds: Mapping[str, float]) -> None:
         # Jobs that arrive within this time count from their arrival, but get devices only at a decision.
-        active = [job for job in self.waiting if job.trace.submit_s < self.now_s + seconds]
+        self.workload.admit(self.now_s + seconds, inclusive=False)
+        active = [job for job in self.workload.active if job.trace.submit_s < self.now_s + seconds]
         if self._cluster.tenants:
             self._tenants.add(active, self._breakdowns.present(), seconds)
         for job in active:
@@ -196,9 +200,7 @@ class _World:
         self._forget_finished()
 
     def _forget_finished(self) -> None:
-        if any(job.finish_s is not None for job in self.waiting):
-            self.waiting = [job for job in self.waiting if job.finish_s is None]
-            self._wanted = True
+        self._wanted |= self.workload.forget_finished()
 
     def _next_event(self) -> None:
         """Advance to the next event, and ask the policy for a plan if one is due then.
@@ -208,7 +210,8 @@ class _World:
         """
         speeds, before_s = self._speeds(), self.now_s
         self._advance(self._span(speeds), speeds)
-        for job in self.waiting:
+        self.workload.admit(self.now_s, inclusive=True)
+        for job in self.workload.active:
             # Compared with the time before, because sums of floats may step over the moment of an arrival.
             has_arrived = before_s < job.trace.submit_s <= self.now_s
             if has_arrived or job.measured_s <= self.now_s:
@@ -221,14 +224,14 @@ class _World:
     def _span(self, speeds: Mapping[str, float]) -> float:
         """Return the seconds until the next event, such as a decision, an arrival, a failure or an end."""
         moments = [max(self._due_s(), self.now_s), self._breakdowns.next_s]
-        for job in self.waiting:
+        if (next_s := self.workload.next_submit_s) is not None:
+            moments.append(next_s)
+        for job in self.workload.active:
             moments.append(job.cancel_s)
-            if job.trace.submit_s > self.now_s:
-                moments.append(job.trace.submit_s)
             if job.running:
                 moments.append(job.measured_s)
         span = min(moments) - self.now_s
-        for job in self.waiting:
+        for job in self.workload.active:
             if job.running and job.restart.left_s < span:
                 left = span - job.restart.left_s
                 stop = job.work.next_stop(left, speeds.get(job.id, 1.0))
@@ -245,17 +248,17 @@ class _World:
 
     def _befall(self) -> None:
         """Write checkpoints, let nodes fail and be repaired, and cancel jobs, if their time has come."""
-        for job in self.waiting:
+        for job in self.workload.active:
             if job.running and self.now_s - job.checkpoint[0] >= self._breakdowns.checkpoint_s:
                 job.save(self.now_s)
         failed, has_changed = self._breakdowns.pass_to(self.now_s)
         self._wanted |= has_changed
         for node in failed:
-            for job in self.waiting:
+            for job in self.workload.active:
                 if node in job.allocation.devices:
                     job.work.restore(job.checkpoint[1])
                     self._place(job, Allocation(generation=job.allocation.generation + 1))
-        for job in self.waiting:
+        for job in self.workload.active:
             if job.cancel_s <= self.now_s:
                 self._cancel(job)
         self._forget_finished()
@@ -270,7 +273,11 @@ class _World:
     def _decide(self) -> None:
         """Ask the policy for a plan, and give jobs the devices that it says."""
         settings = self._settings
-        active = [job for job in self.waiting if job.trace.submit_s <= self.now_s]
+        self.workload.admit(self.now_s, inclusive=True)
+        active = [job for job in self.workload.active if job.trace.submit_s <= self.now_s]
+        if self.now_s < self._settled_until_s and all_run(active):
+            self._wanted = False  # a job has ended, and no other one waits for its devices
+            return
         self._last_solve_s, self._wanted = self.now_s, False
         self._next_solve_s = math.inf
         if not active:
@@ -294,15 +301,26 @@ class _World:
             cluster=cluster,
             now_s=self.now_s,
             plan=plan,
-            applications={job.id: job.work.application for job in self.jobs},
-            submitted_s={job.id: job.trace.submit_s for job in self.jobs},
+            applications=self.workload.applications,
+            submitted_s=self.workload.submitted_s,
         )
-        self._next_solve_s = plan.next_solve_s
         for job in active:
             self._place(job, plan.allocations[job.id])
-        self._restarts.share_storage(self.waiting, self.now_s)
+        self._next_solve_s, self._settled_until_s = plan.next_solve_s, -math.inf
+        if settings.settled_gap_s is not None and self._is_settled(active, plan.next_solve_s):
+            self._next_solve_s = self._settled_until_s = self.now_s + settings.settled_gap_s
+        self._restarts.share_storage(self.workload.active, self.now_s)
         self._stop_without_money()
         self._raise_if_stalled(active)
+
+    def _is_settled(self, active: Sequence[TrackedJob], next_s: float) -> bool:
+        """Return whether nothing could be gained before the next event: all jobs run, at fixed sizes.
+
+        A plan that asks to be reviewed early knows of a change to come, and budgets may run out meanwhile.
+        """
+        if next_s < self.now_s + self._settings.max_gap_s or self._cluster.price_per_hour:
+            return False
+        return all_run(active)
 
     def _place(self, job: TrackedJob, allocation: Allocation) -> None:
         kind = self._nodes[next(iter(allocation.devices))].kind if allocation.devices else ""
@@ -316,14 +334,14 @@ class _World:
 
     def _stop_without_money(self) -> None:
         """Cancel the jobs whose budget is used up, as they would wait for ever."""
-        for job in self.waiting:
+        for job in self.workload.active:
             if job.trace.submit_s <= self.now_s and spent(job, self._cluster.price_per_hour):
                 job.out_of_money = True
                 self._cancel(job)
         self._forget_finished()
 
     def _raise_if_stalled(self, active: Sequence[TrackedJob]) -> None:
-        future = any(job.trace.submit_s > self.now_s for job in self.waiting)
+        future = self.workload.next_submit_s is not None
         if any(job.running for job in active) or future or self._breakdowns.down:
             self._stalled_s = self.now_s + STALLED_S
         elif self.now_s > self._stalled_s:
@@ -337,11 +355,13 @@ class _World:
         """Return the `JobView` of a hypothetical job that is submitted now."""
         kinds = (node.kind for node in self._cluster.nodes)
         had_s = self._tenants.had_s
-        return self._views.newcomer(self._truth, trace, len(self.jobs), kinds, now_s, had_s)
+        return self._views.newcomer(
+            self._truth, trace, len(self.workload.jobs), kinds, now_s, had_s
+        )
 
     def result(self, name: str) -> Result:
         """Return the records of all jobs, once they are done, as the result of the policy `name`."""
-        records = tuple(job.record(self._cluster) for job in self.jobs)
+        records = tuple(job.record(self._cluster) for job in self.workload.jobs)
         return Result(
             policy=name,
             jobs=records,
@@ -349,6 +369,11 @@ class _World:
             num_failures=self._breakdowns.num_failures,
             tenants=self._tenants.records(records),
         )
+
+
+def all_run(jobs: Sequence[TrackedJob]) -> bool:
+    """Return whether all jobs run, and none may change its number of devices."""
+    return all(job.running and job.work.spec.mode == "rigid" for job in jobs)
 
 
 def uniform_cluster(kind: str, num_nodes: int, num_devices: int) -> ClusterSpec:

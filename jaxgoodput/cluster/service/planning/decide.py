@@ -30,7 +30,7 @@ from jaxgoodput.cluster.service.wire import (
     WhatIf,
     WouldChange,
 )
-from jaxgoodput.specs import ClusterSpec, Shape
+from jaxgoodput.specs import ClusterSpec, JobSpec, Shape
 from jaxgoodput.text import seconds
 
 Tables = Callable[[JobEntry, Sequence[Shape], float], GoodputTable]
@@ -69,7 +69,7 @@ def views_of(
     for entry in map(_without_released, state.active.values()):
         entry = entry if rules.named.mode == "adaptive" else _rigid(entry, cluster)
         spec = entry.spec
-        more = _packed(cluster, spec.num_devices or 1) if spec.mode == "rigid" else ()
+        more = packed_shapes(cluster, spec.num_devices or 1) if spec.mode == "rigid" else ()
         table = _table(entry, (*offered, *more), now_s, tables)
         view = _view(counted_until(now_s, entry, kind_of), table, now_s, rules, used)
         if reported:
@@ -115,15 +115,22 @@ def avoided_by(reported: faults.Faults, job: str, now_s: float) -> dict[str, Avo
 
 
 def _rigid(entry: JobEntry, cluster: ClusterSpec) -> JobEntry:
-    """Return a job for a policy that does not resize jobs: with a fixed size, the most that it may have."""
-    spec, each = entry.spec, entry.submission.devices_per_process
-    if spec.mode != "adaptive":
-        return entry
-    total = sum(node.num_devices for node in cluster.nodes)
-    size = spec.num_devices or max(min(spec.max_devices, total) // each, 1) * each
-    spec = dataclasses.replace(spec, mode="rigid", num_devices=size)
+    """Return a job for a policy that does not resize jobs."""
+    spec = rigid_spec(entry.spec, entry.submission.devices_per_process, cluster)
     submission = dataclasses.replace(entry.submission, spec=spec)
     return dataclasses.replace(entry, submission=submission)
+
+
+def rigid_spec(spec: JobSpec, each: int, cluster: ClusterSpec) -> JobSpec:
+    """Return the spec for a policy that does not resize jobs: with a fixed size, the most that it may have.
+
+    `each` is the number of devices of each process.
+    """
+    if spec.mode != "adaptive":
+        return spec
+    total = sum(node.num_devices for node in cluster.nodes)
+    size = spec.num_devices or max(min(spec.max_devices, total) // each, 1) * each
+    return dataclasses.replace(spec, mode="rigid", num_devices=size)
 
 
 def _table(entry: JobEntry, offered: Sequence[Shape], now_s: float, tables: Tables) -> GoodputTable:
@@ -166,7 +173,7 @@ def _view(
     )
 
 
-def _packed(cluster: ClusterSpec, size: int) -> set[Shape]:
+def packed_shapes(cluster: ClusterSpec, size: int) -> set[Shape]:
     """Return, for each kind of device, the shape of `size` devices on as few nodes as possible."""
     found = set()
     for kind in {node.kind for node in cluster.nodes}:

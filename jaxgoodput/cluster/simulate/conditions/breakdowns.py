@@ -20,7 +20,9 @@ class Breakdowns:
         self._cluster = cluster
         self._failures = settings.failures
         self._rng = np.random.default_rng([settings.seed, 0x6661696C])
-        self._fails_at = {node.name: self._lifetime(0.0) for node in cluster.nodes}
+        self._fails_at = {}
+        if settings.failures is not None:
+            self._fails_at = {node.name: self._lifetime(0.0) for node in cluster.nodes}
         self._down_until: dict[str, float] = {}
         checkpoints = [] if settings.failures is None else [settings.failures.checkpoint_s]
         if settings.faults is not None:

@@ -4,14 +4,15 @@ A *truth* knows how applications really behave, and creates a simulated job for 
 simulator places jobs, advances them, and asks what a policy may know. It never looks inside.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Protocol, runtime_checkable
 
 from jaxgoodput.cluster.published.tables import Counts
 from jaxgoodput.cluster.published.traces import TraceJob
 from jaxgoodput.cluster.scheduler.policy import Mode
 from jaxgoodput.cluster.simulate.settings import Settings
-from jaxgoodput.specs import JobSpec, Shape
+from jaxgoodput.specs import JobSpec, JobTerms, Shape
 
 
 @runtime_checkable
@@ -102,22 +103,36 @@ def mode_of(trace: TraceJob, settings: Settings) -> Mode:
 
 
 def spec_of(
-    trace: TraceJob, mode: Mode, largest: int, kinds: Iterable[str], deadline_s: float | None = None
+    trace: TraceJob,
+    mode: Mode,
+    largest: int,
+    kinds: Collection[str],
+    deadline_s: float | None = None,
 ) -> JobSpec:
-    """Return the request of a job's user; `largest` is the device limit of a job that is not rigid."""
-    rigid = mode == "rigid"
-    most = trace.num_devices if rigid else max(largest, 1)
+    """Return the request of a job's user, whose program runs on `kinds`.
+
+    `largest` is the device limit of a job that is not rigid. Raises ValueError if the job allows no kind that
+    its program runs on, or more devices at least than at most.
+    """
+    possible = tuple(kind for kind in kinds if trace.kinds is None or kind in trace.kinds)
+    if not possible:
+        raise ValueError(
+            f"job {trace.id!r} allows only {', '.join(trace.kinds or ()) or 'no kind'}, but its program runs "
+            f"on {', '.join(kinds) or 'no kind'}. Leave the job out, or add such devices."
+        )
+    terms = {field.name: getattr(trace, field.name) for field in fields(JobTerms)}
+    terms |= {
+        "kinds": possible,
+        "deadline_s": trace.deadline_s if deadline_s is None else deadline_s,
+    }
+    if mode == "rigid":
+        size = trace.num_devices
+        return JobSpec(
+            id=trace.id, mode=mode, min_devices=size, max_devices=size, num_devices=size, **terms
+        )
+    most = max(largest, 1) if trace.max_devices is None else min(trace.max_devices, max(largest, 1))
     return JobSpec(
-        id=trace.id,
-        mode=mode,
-        min_devices=most if rigid else 1,
-        max_devices=most,
-        num_devices=most if rigid else None,
-        weight=trace.weight,
-        kinds=tuple(kinds),
-        deadline_s=trace.deadline_s if deadline_s is None else deadline_s,
-        tenant=trace.tenant,
-        budget=trace.budget,
+        id=trace.id, mode=mode, min_devices=trace.min_devices or 1, max_devices=most, **terms
     )
 
 

@@ -1,0 +1,211 @@
+"""`jaxgoodput decide` answers JSON with JSON: the service's own plan, for clusters that others run."""
+
+import io
+import json
+import sys
+
+import pages
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxgoodput import cli
+from jaxgoodput._fields.serial import dumps, encode
+from jaxgoodput.cluster.catalogue import catalogue
+from jaxgoodput.cluster.service.decisions.answer import DecisionPlan, decide
+from jaxgoodput.cluster.service.decisions.request import (
+    DecisionRequest,
+    RequestedJob,
+    read_request,
+)
+from jaxgoodput.cluster.service.planning.decide import PlanRules, plan
+from jaxgoodput.cluster.service.record.state import JobEntry, NodeEntry, State
+from jaxgoodput.cluster.service.wire import HeldDevices, Submission
+from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node
+
+PAGE = pages.TOP / "docs" / "howto" / "decide.md"
+
+
+def asked(monkeypatch, capsys, text, *arguments):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    code = cli.main(["decide", *arguments])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def example() -> tuple[str, str]:
+    """The request and the plan that the page shows."""
+    request, answer = (b.text for b in pages.blocks(PAGE) if b.language == "text")
+    return request, answer
+
+
+def test_the_example_of_the_page_is_answered_as_it_says(monkeypatch, capsys, tmp_path):
+    request, answer = example()
+    code, said, err = asked(monkeypatch, capsys, request)
+    assert code == 0, err
+    found, shown = json.loads(said), json.loads(answer)
+    for body in (found, shown):  # values of the objective depend on the policy's inner scale
+        del body["objective"], body["bound"]
+    assert found == shown
+    path = tmp_path / "request.json"
+    path.write_text(request)
+    code, again, _ = asked(monkeypatch, capsys, "", str(path))
+    assert code == 0 and again == said
+
+
+def test_the_page_describes_every_field():
+    text = PAGE.read_text()
+    for kind in (DecisionRequest, RequestedJob, DecisionPlan, Node, ClusterSpec):
+        missing = [name for name in kind.__dataclass_fields__ if f"`{name}`" not in text]
+        assert set(missing) <= {"in_use"}, (kind, missing)
+
+
+CHANGES = {
+    "no JSON": (lambda r: "{", "not JSON"),
+    "no object": (lambda r: "[]", "expected a JSON object"),
+    "another version": (lambda r: r | {"version": 2}, "version 2, this program reads version 1"),
+    "no version": (lambda r: {k: r[k] for k in r if k != "version"}, "version None"),
+    "an unknown field": (lambda r: r | {"partition": "x"}, "no field 'partition'"),
+    "memory": (lambda r: job_with(r, memory=3), r"jobs\[0\] has no field 'memory'"),
+    "cpus of a node": (lambda r: node_with(r, cpus=3), r"nodes\[0\] has no field 'cpus'"),
+    "a wrong type": (lambda r: job_with(r, min_devices="2"), "must be a whole number"),
+    "a wrong policy": (lambda r: r | {"policy": "wizard"}, "policy is 'wizard'"),
+    "packing": (lambda r: r | {"policy": "max-min-packed"}, "Choose 'max-min'"),
+    "a wrong setting": (lambda r: r | {"settings": {"a": 1}}, "policy 'goodput' has no 'a'"),
+    "a value that is none": (lambda r: r | {"settings": {"pause": "x"}}, "settings.pause is 'x'"),
+    "a node that is not there": (
+        lambda r: job_with(r, allocation={"x": [0]}, since_s=1.0),
+        "node 'x', which is not one",
+    ),
+    "a device that is not there": (
+        lambda r: job_with(r, allocation={"a1": [99]}, since_s=1.0),
+        "Local indices are from 0",
+    ),
+    "devices since never": (lambda r: job_with(r, allocation={"a1": [0]}), "needs both"),
+    "half a process": (lambda r: job_with(r, devices_per_process=3), "not a multiple"),
+    "a budget without prices": (lambda r: job_with(r, budget=5), "no prices"),
+    "two of a name": (lambda r: r | {"jobs": r["jobs"][:1] * 2}, "train-7"),
+    "used devices": (
+        lambda r: r | {"cluster": r["cluster"] | {"in_use": {"a": {"b": 1}}}},
+        "Leave it out",
+    ),
+}
+
+
+def job_with(request, **changes):
+    first = {k: v for k, v in request["jobs"][0].items() if k not in ("allocation", "since_s")}
+    return request | {"jobs": [first | changes, *request["jobs"][1:]]}
+
+
+def node_with(request, **changes):
+    cluster = request["cluster"]
+    nodes = [cluster["nodes"][0] | changes, *cluster["nodes"][1:]]
+    return request | {"cluster": cluster | {"nodes": nodes}}
+
+
+@pytest.mark.parametrize("change, says", CHANGES.values(), ids=CHANGES)
+def test_a_wrong_request_is_named_and_ends_with_2(monkeypatch, capsys, change, says):
+    body = change(json.loads(example()[0]))
+    text = body if isinstance(body, str) else json.dumps(body)
+    code, said, err = asked(monkeypatch, capsys, text)
+    assert code == 2 and not said and "Traceback" not in err
+    with pytest.raises(ValueError, match=says):
+        decide(read_request(text))
+
+
+def nodes_of(sizes):
+    return tuple(Node(name=f"n{i}", kind="h200", num_devices=n) for i, n in enumerate(sizes))
+
+
+@given(
+    sizes=st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=4),
+    jobs=st.lists(
+        st.tuples(
+            st.sampled_from(["adaptive", "elastic", "rigid"]),
+            st.sampled_from([1, 2, 4]),
+            st.integers(0, 900),
+            st.booleans(),
+        ),
+        max_size=6,
+    ),
+    policy=st.sampled_from(["goodput", "static", "tiresias", "sia"]),
+)
+@settings(max_examples=25, deadline=None)
+def test_the_plan_is_the_one_that_the_service_makes(sizes, jobs, policy):
+    """Of jobs that have reported nothing, some of which run."""
+    nodes, now_s, free = nodes_of(sizes), 1000.0, sizes[0]
+    entries, requested = {}, []
+    for number, (mode, size, since_s, runs) in enumerate(jobs):
+        most = size if mode == "rigid" else 2 * size
+        spec = JobSpec(
+            id=f"j{number}", mode=mode, min_devices=size, max_devices=most,
+            num_devices=size if mode == "rigid" else None,
+        )  # fmt: skip
+        devices = {}
+        if runs and size <= free:
+            free -= size
+            devices = {"n0": tuple(range(free, free + size))}
+        held = (
+            (HeldDevices(start_s=float(since_s), end_s=None, devices=devices),) if devices else ()
+        )
+        entries[spec.id] = JobEntry(
+            submission=Submission(spec=spec, command=("x",)),
+            secret="s",
+            submitted_s=float(since_s),
+            settled_s=now_s,
+            allocation=Allocation(devices=devices),
+            since_s=float(since_s) if devices else None,
+            past=held,
+        )
+        requested.append(
+            RequestedJob(
+                **vars(spec), submitted_s=float(since_s), allocation=devices, restart_s=10.0,
+                since_s=float(since_s) if devices else None,
+            )
+        )  # fmt: skip
+    state = State(
+        nodes={n.name: NodeEntry(node=n, instance="i", version=0) for n in nodes}, jobs=entries
+    )
+    rules = PlanRules(policy=policy, named=catalogue()[policy], restart_s=10.0)
+    request = DecisionRequest(
+        now_s=now_s,
+        cluster=ClusterSpec(nodes=nodes),
+        jobs=tuple(requested),
+        policy=policy,
+        explain=False,
+    )
+    assert read_request(dumps(request)) == request
+    expected = plan(state, now_s, rules)
+    found = decide(request)
+    assert (expected is None) == (not found.jobs)
+    for job in found.jobs:
+        assert expected is not None
+        assert dict(job.allocation) == dict(expected.allocations[job.id].devices)
+        assert job.reason == expected.reasons[job.id]
+        assert job.change == ("none" if job.allocation == _had(entries, job.id) else job.change)
+
+
+def _had(entries, id_):
+    return entries[id_].allocation.devices
+
+
+def test_tables_hints_and_settings_reach_the_policy():
+    cluster = ClusterSpec(nodes=nodes_of([8]))
+    flat = {"kind": "h200", "num_nodes": 1}
+    steep = [flat | {"num_devices": n, "goodput": float(n)} for n in (1, 2, 4, 8)]
+    level = [flat | {"num_devices": n, "goodput": 1.0 + 0.01 * n} for n in (1, 2, 4, 8)]
+    common = {"max_devices": 8, "largest_profiled": 8}
+    body = {
+        "version": 1, "now_s": 0, "cluster": encode(cluster), "explain": False,
+        "jobs": [{"id": "steep", "goodput": steep, **common}, {"id": "level", "goodput": level, **common}],
+    }  # fmt: skip
+    body["cluster"].pop("in_use")
+    found = {job.id: job.num_devices for job in decide(read_request(json.dumps(body))).jobs}
+    assert found["steep"] > found["level"]
+    # The first job has had more than a threshold of a few seconds, so the second passes it.
+    had = [{"id": id_, "submitted_s": at, "received_s": {"h200": s}, **common}
+           for id_, at, s in (("a", 0, 100), ("b", 1, 3))]  # fmt: skip
+    body |= {"now_s": 2, "jobs": had, "policy": "tiresias"}
+    for settings_, first in (({}, "a"), ({"threshold_device_s": 5.0}, "b")):
+        plan = decide(read_request(json.dumps(body | {"settings": settings_})))
+        assert [job.id for job in plan.jobs if job.num_devices == 8] == [first]
