@@ -92,7 +92,7 @@ def random_jobs(seed: int) -> tuple[ClusterSpec, list[JobView]]:
     return cluster, jobs
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10**6))
 def test_what_the_reason_names_lets_the_job_run(seed):
     cluster, jobs = random_jobs(seed)

@@ -45,6 +45,7 @@ def test_a_gang_that_was_paused_for_another_returns(worlds):
     check(worlds, worlds.cluster_of([8] * 4), [*worlds.named(4, 6), late], 24.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", [1.0, 4.0])
 def test_turns_do_not_grow_with_the_age_of_jobs(worlds, weight):
     jobs = [worlds.gang("first", 1, weight=weight), *worlds.named(2, 1)]
@@ -61,7 +62,9 @@ def test_a_stream_of_gangs_in_racks_leaves_nothing_idle(worlds, seed):
     assert dropped == 0
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 8))]
+)
 def test_every_endless_job_gets_its_turns(worlds, seed):
     check(worlds, *worlds.random_world(seed))
 

@@ -1,6 +1,8 @@
 """What a job tells and what is made of it: tables are the forecast of its own journal, to the last digit."""
 
 import dataclasses
+import subprocess
+import sys
 from typing import Annotated
 
 import pydantic
@@ -306,6 +308,16 @@ def test_a_job_whose_hints_make_no_table_costs_the_others_nothing(run):
     plan = decide.plan(state, 10.0, decide.PlanRules(named=catalogue()["goodput"]), broken)
     assert plan is not None
     assert all(plan.allocations[job].num_devices for job in "ab")
+
+
+def test_what_a_library_prints_is_no_answer():
+    program = (
+        "import os; from jaxgoodput.cluster.service.planning.follow import answers_apart; "
+        "out = answers_apart(); os.write(1, b'noise'); print('an answer', file=out, flush=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert done.stdout == b"an answer\n"
+    assert b"noise" in done.stderr
 
 
 def test_a_question_that_no_plan_answers_is_refused_and_not_the_end(tmp_path, monkeypatch):

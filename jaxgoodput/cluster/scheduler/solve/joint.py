@@ -240,6 +240,8 @@ class _Program:
             bounds=(0.0, np.array(self._high)),
             constraints=(matrix, self._low_of_row, self._high_of_row),
             options={
+                # Without, HiGHS neither takes longer nor prints about solutions that it mends afterwards.
+                "presolve": False,
                 "mip_rel_gap": relative_gap,
                 "time_limit": time_limit_s,
                 "node_limit": NODE_LIMIT,
