@@ -16,7 +16,13 @@ from jaxgoodput.cluster.scheduler.explain import explain
 from jaxgoodput.cluster.scheduler.policy import AvoidedNode, JobView, Plan
 from jaxgoodput.cluster.scheduler.reconcile import reconcile
 from jaxgoodput.cluster.scheduler.restart_estimate import estimated_restart_s
-from jaxgoodput.cluster.scheduler.shapes import own_shapes, shape_in_words, shape_of, shapes
+from jaxgoodput.cluster.scheduler.shapes import (
+    own_shapes,
+    shape_in_words,
+    shape_of,
+    shapes,
+    size_limits,
+)
 from jaxgoodput.cluster.service.planning.tables import GoodputTable, table_of
 from jaxgoodput.cluster.service.record import faults
 from jaxgoodput.cluster.service.record.commands import CommandRefused
@@ -66,10 +72,14 @@ def views_of(
     offered = {*shapes(cluster), *(s for s in held if s is not None)}
     used = _used_by_tenant(state, now_s, rules.half_life_s) if rules.sharing.tenants else {}
     views, reported = [], faults.in_force(state.faults, now_s)
+    own: dict[tuple, set[Shape]] = {}  # by what it depends on: the job's limits on sizes and kinds
     for entry in map(_without_released, state.active.values()):
         entry = entry if rules.named.mode == "adaptive" else _rigid(entry, cluster)
         spec = entry.spec
-        table = _table(entry, sorted(offered | own_shapes(cluster, spec)), now_s, tables)
+        limits = (*size_limits(spec), spec.kinds)
+        if limits not in own:
+            own[limits] = own_shapes(cluster, spec)
+        table = _table(entry, sorted(offered | own[limits]), now_s, tables)
         view = _view(counted_until(now_s, entry, kind_of), table, now_s, rules, used)
         if reported:
             avoids = _with_others(avoided_by(reported, spec.id, now_s), cluster)
