@@ -142,7 +142,7 @@ def _checked(
     if lost is not None:
         allocation = Allocation(generation=view.allocation.generation)
         view = dataclasses.replace(view, allocation=allocation, since_s=None)
-    view, wrong = _usable_entries(empty.priors.with_table(view))
+    view, wrong = _usable_entries(empty.with_table(view))
     could_run = functools.partial(empty.could_run, view.spec)
     purse = within_budget(view, cluster.price_per_hour, could_run)
     said = (
@@ -253,15 +253,28 @@ class _EmptyCluster:
     """Tells which jobs could run if they were alone in the cluster, to refuse impossible jobs quickly."""
 
     def __init__(self, cluster: ClusterSpec):
-        self.priors = Priors(cluster)
+        self._priors = Priors(cluster)
+        self._without_table: set[str] = set()
         self._devices = capacity(cluster)
         self._domains = Domains(cluster)
         self._known: dict[tuple[Shape, str | None], bool] = {}
 
+    def with_table(self, view: JobView) -> JobView:
+        """Return the job with the goodput table that is assumed of it if it has none."""
+        found = self._priors.with_table(view)
+        if found is not view:
+            self._without_table.add(view.spec.id)
+        return found
+
     def refusals(self, views: Iterable[JobView]) -> dict[str, str]:
         """Return, by id, why jobs could not run even alone in the cluster; those that could are left out."""
         return {
-            view.spec.id: no_shape_reason(view, self._devices, self._has_room)
+            view.spec.id: no_shape_reason(
+                view,
+                self._devices,
+                self._has_room,
+                has_table=view.spec.id not in self._without_table,
+            )
             for view in views
             if not any(self.could_run(view.spec, shape) for shape in view.goodput)
         }

@@ -330,11 +330,12 @@ def no_shape_reason(
     has_room: Callable[[Shape], bool],
     *,
     status: str = "in service",
+    has_table: bool = True,
 ) -> str:
     """Explain why a job has no shape at all: the first of its own limits that rules out every shape.
 
     `devices` counts the devices of each kind that have this `status`. `has_room` tells whether the cluster
-    has room for a shape, whatever its topology.
+    has room for a shape, whatever its topology. Without `has_table`, its table was assumed.
     """
     spec = view.spec
     least, most = size_limits(spec)
@@ -344,6 +345,9 @@ def no_shape_reason(
         return f"it allows only devices of kind {list(spec.kinds)}, and the cluster has {sorted(devices)}"
     if least > max(usable.values(), default=0):
         return f"it needs at least {least} devices of one kind, and the cluster has {said}"
+    if not (view.goodput or has_table):
+        sizes = str(least) if least == most else f"{least} to {most}"
+        return f"no nodes of one kind hold whole processes on {sizes} devices, and the cluster has {said}"
     if not view.goodput:
         return "its goodput table has no usable entry, so no shape is known to be of use to it"
     fits = (s for s in view.goodput if s.kind in usable and takes(spec, s) and has_room(s))

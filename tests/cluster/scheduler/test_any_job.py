@@ -75,3 +75,14 @@ def test_processes_of_several_devices_are_not_split():
     two = ClusterSpec(nodes=(*EIGHT.nodes, dataclasses.replace(EIGHT.nodes[0], name="m")))
     plan = reconcile([JobView(spec=spec, devices_per_process=3)], two, Goodput(), 0.0)
     assert plan.allocations["x"].num_devices == 6  # 12 would be 8 and 4
+
+
+@pytest.mark.parametrize(("size", "each"), [(12, 1), (7, 2)])
+def test_a_refusal_speaks_of_nodes_and_not_of_a_table_that_was_not_given(size, each):
+    nodes = tuple(Node(name=f"n{i}", kind="a", num_devices=8, withheld=(0, 1)) for i in range(2))
+    job = JobView(spec=JobSpec(id="x", mode="rigid", num_devices=size), devices_per_process=each)
+    plan = reconcile([job], ClusterSpec(nodes=nodes), Goodput(), 0.0)
+    assert plan.reasons["x"] == (
+        f"refused: no nodes of one kind hold whole processes on {size} devices, "
+        "and the cluster has 12 a in service"
+    )
