@@ -121,10 +121,11 @@ def _add_nodes(
             for size, count in pattern.items():
                 slots[area.domains, size].append((node, -float(count)))
     bound = {i for i in items if problem.level[i] >= 0 and len(problem.parts[i]) > 1}
-    # Parts of each size that jobs without a level, and jobs bound to each level, take from each area.
+    # Parts of each size that jobs without a level, and jobs bound to each level, take from each area. They
+    # are whole by themselves, because all that they have to add up to is.
     levels = [-1, *sorted({int(problem.level[i]) for i in bound})]
     drawn = {
-        (level, domains, size): program.variable(0.0, np.inf)
+        (level, domains, size): program.variable(0.0, np.inf, is_whole=False)
         for level in levels
         for domains in where
         for size in sizes
@@ -204,19 +205,21 @@ def _groups(keys) -> dict:
 
 
 class _Program:
-    """An integer program that grows variable by variable and row by row."""
+    """A mixed integer program that grows variable by variable and row by row."""
 
     def __init__(self):
         self.value: list[float] = []
         self._high: list[float] = []
+        self._whole: list[bool] = []
         self._entries: tuple[list[int], list[int], list[float]] = ([], [], [])
         self._low_of_row: list[float] = []
         self._high_of_row: list[float] = []
 
-    def variable(self, value: float, high: float) -> int:
-        """Add a whole number from 0 to `high`, each unit of which is worth `value`; return its index."""
+    def variable(self, value: float, high: float, *, is_whole: bool = True) -> int:
+        """Add a number from 0 to `high`, each unit of which is worth `value`; return its index."""
         self.value.append(float(value))
         self._high.append(float(high))
+        self._whole.append(is_whole)
         return len(self.value) - 1
 
     def row(self, terms: Sequence[tuple[int, float]], low: float, high: float):
@@ -236,12 +239,10 @@ class _Program:
         )
         return optimize.milp(
             -np.array(self.value),
-            integrality=np.ones(len(self.value)),
+            integrality=np.array(self._whole, np.uint8),
             bounds=(0.0, np.array(self._high)),
             constraints=(matrix, self._low_of_row, self._high_of_row),
             options={
-                # Without, HiGHS neither takes longer nor prints about solutions that it mends afterwards.
-                "presolve": False,
                 "mip_rel_gap": relative_gap,
                 "time_limit": time_limit_s,
                 "node_limit": NODE_LIMIT,
