@@ -69,6 +69,18 @@ def test_every_endless_job_gets_its_turns(worlds, seed):
     check(worlds, *worlds.random_world(seed))
 
 
+@pytest.mark.slow
+def test_in_a_large_cluster_every_chosen_job_is_placed_too(worlds):
+    """Too many jobs for the program with nodes, so that jobs which did not fit are chosen again in turn."""
+    jobs = [
+        worlds.gang(f"j{i}", 16, "rack") if i % 3 else worlds.gang(f"j{i}", (3, 5, 6, 7)[i % 4])
+        for i in range(1600)
+    ]
+    found = worlds.live(worlds.cluster_of([8] * 1300, per_rack=3), jobs, 0.25)
+    assert not found.wrong
+    assert found.dropped == found.idle == 0
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 1000, 50))

@@ -27,7 +27,7 @@ from jaxgoodput.cluster.scheduler.limits import use_by_tenant
 from jaxgoodput.cluster.scheduler.placement.placement import place
 from jaxgoodput.cluster.scheduler.policies.promises import Promises
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
-from jaxgoodput.cluster.scheduler.shapes import chunks, domain_of, node_size
+from jaxgoodput.cluster.scheduler.shapes import allowed, chunks, domain_of, node_size
 from jaxgoodput.cluster.scheduler.solve.assignment import Choice
 from jaxgoodput.cluster.scheduler.solve.joint import Area, JointProblem, solve_jointly
 from jaxgoodput.specs import Allocation, Shape
@@ -227,6 +227,8 @@ def _chosen_in_turn(
     for _ in range(MOST_ROUNDS):
         open_[shape >= 0] = np.nan
         rest = _without(problem, allocations)
+        # What no rack can hold any more is not offered to any job.
+        open_[~allowed(problem.jobs, problem.shapes, rest.cluster)] = np.nan
         choice = rest.choose(
             open_, relative_gap=rules.relative_gap, time_limit_s=rules.time_limit_s
         )
