@@ -16,6 +16,7 @@ from jaxgoodput.cluster.scheduler.shapes import (
 from jaxgoodput.specs import Allocation, ClusterSpec, Node, Shape
 
 MOST_NODES = 4  # that a message names
+NEAREST = 32  # nodes near which jobs may be in the way: the ones with the most free devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,24 +88,28 @@ def in_the_way(
 ) -> list[tuple[str, ...]]:
     """Return sets of jobs after whose end the shape would fit onto free devices, at most `most` of them.
 
-    Single jobs come first, then all jobs of one node, and of one topology domain; the fewest devices first.
+    Considered are single jobs, all jobs of one node, and all of one topology domain; the ones with the fewest
+    devices come first.
     """
     level = view.spec.level if shape.num_nodes > 1 else None
-    domain = {
-        node.name: node.name if level is None else domain_of(node, level)
-        for node in room.cluster.nodes
-        if node.name in room.free and node.kind == shape.kind
-    }
-    held = {v.spec.id: plan.allocations[v.spec.id] for v in jobs if v.spec.id != view.spec.id}
-    held = {id_: given for id_, given in held.items() if domain.keys() & given.devices.keys()}
+    nodes = [n for n in room.cluster.nodes if n.kind == shape.kind and n.name in room.free]
+    nodes.sort(key=lambda node: -room.free[node.name])
+    near = {node.name for node in nodes[:NEAREST]}
     groups: dict[str, set[str]] = {}
-    for id_, given in held.items():
-        for name in domain.keys() & given.devices.keys():
-            groups.setdefault(f"node {name}", set()).add(id_)
-            groups.setdefault(f"domain {domain[name]}", set()).add(id_)
+    held: dict[str, Allocation] = {}
+    domain = {n.name: n.name if level is None else domain_of(n, level) for n in nodes}
+    near_domains = {domain[name] for name in near}
+    for other in jobs:
+        id_, given = other.spec.id, plan.allocations[other.spec.id]
+        there = [name for name in given.devices if domain.get(name) in near_domains]
+        if there and id_ != view.spec.id:
+            held[id_] = given
+            for name in there:
+                groups.setdefault(f"node {name}", set()).add(id_)
+                groups.setdefault(f"domain {domain[name]}", set()).add(id_)
     sets = {(id_,) for id_ in held} | {tuple(sorted(ids)) for ids in groups.values()}
     found = []
-    for ids in sorted(sets, key=lambda ids: (len(ids) > 1, _count(held, ids), ids)):
+    for ids in sorted(sets, key=lambda ids: (_count(held, ids), len(ids), ids)):
         more = _devices_by_node(held[id_] for id_ in ids)
         free = {name: count + more.get(name, 0) for name, count in room.free.items()}
         if FreeRoom(cluster=room.cluster, free=free).fits(view, shape):
