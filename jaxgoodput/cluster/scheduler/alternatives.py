@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxgoodput.cluster.scheduler.policy import JobView, Plan, Policy
+from jaxgoodput.cluster.scheduler.priors import Priors
 from jaxgoodput.cluster.scheduler.reconcile import reconcile
 from jaxgoodput.cluster.scheduler.shapes import shape_of, size_limits, takes
 from jaxgoodput.specs import ClusterSpec, Shape
@@ -70,6 +71,7 @@ def changes(
 ) -> tuple[Change, ...]:
     """Return the jobs of both plans whose shape differs, the largest loss of speed first."""
     had, has = shapes_of(before, cluster), shapes_of(after, cluster)
+    priors = Priors(cluster)
     found = [
         Change(
             job=id_,
@@ -78,7 +80,7 @@ def changes(
             speed_before=speed(view, had[id_]),
             speed_after=speed(view, has[id_]),
         )
-        for view in jobs
+        for view in map(priors.with_table, jobs)
         if (id_ := view.spec.id) in had and id_ in has and had[id_] != has[id_]
     ]
     return tuple(sorted(found, key=lambda c: (c.speed_after - c.speed_before, c.job)))
@@ -106,14 +108,16 @@ def alternatives(
     """Return the shapes that a job could have instead of its present one, the fastest first.
 
     `plan` must be what `reconcile` returns for the same arguments. Considered are the `most` fastest packed
-    shapes whose size is a power of two, of every kind. A shape is left out if the policy would not give it at
-    any weight. The search makes at most two plans per shape. Raises ValueError for an unknown job.
+    shapes of every kind whose size is a power of two, or the job's least or greatest size. A shape is left
+    out if the policy would not give it at any weight. The search makes at most two plans per shape. Raises
+    ValueError for an unknown job.
     """
-    view = find_job(job, jobs)
+    asked = find_job(job, jobs)
+    view = Priors(cluster).with_table(asked)
     rest = [v for v in jobs if v.spec.id != job]
 
     def plan_with(changed: JobView) -> Plan:
-        replaced = [changed if v is view else v for v in jobs]
+        replaced = [changed if v is asked else v for v in jobs]
         return reconcile(replaced, cluster, policy, now_s)
 
     found = []
@@ -167,7 +171,7 @@ def _candidates(view: JobView, present: Shape | None, most: int) -> list[Shape]:
     packed: dict[tuple[str, int], Shape] = {}
     for shape in sorted(view.goodput):  # of each size, the fewest nodes come first
         size = shape.num_devices
-        rounded = size & (size - 1) == 0 or least == largest
+        rounded = size & (size - 1) == 0 or size in (least, largest)
         if rounded and takes(view.spec, shape) and view.goodput[shape] > 0:
             packed.setdefault((shape.kind, size), shape)
     others = (s for s in packed.values() if s != present)

@@ -16,9 +16,10 @@ import numpy as np
 from jaxgoodput.cluster.scheduler.costs import cost, within_budget
 from jaxgoodput.cluster.scheduler.limits import Use, devices_by_kind, together
 from jaxgoodput.cluster.scheduler.policy import JobView
+from jaxgoodput.cluster.scheduler.priors import Priors
 from jaxgoodput.cluster.scheduler.shapes import (
+    Domains,
     capacity,
-    domain_of,
     no_shape_reason,
     shape_in_words,
     takes,
@@ -141,7 +142,7 @@ def _checked(
     if lost is not None:
         allocation = Allocation(generation=view.allocation.generation)
         view = dataclasses.replace(view, allocation=allocation, since_s=None)
-    view, wrong = _usable_entries(view)
+    view, wrong = _usable_entries(empty.with_table(view))
     could_run = functools.partial(empty.could_run, view.spec)
     purse = within_budget(view, cluster.price_per_hour, could_run)
     said = (
@@ -252,43 +253,44 @@ class _EmptyCluster:
     """Tells which jobs could run if they were alone in the cluster, to refuse impossible jobs quickly."""
 
     def __init__(self, cluster: ClusterSpec):
-        self._nodes = [node for node in cluster.nodes if node.state == "up"]
+        self._priors = Priors(cluster)
+        self._without_table: set[str] = set()
         self._devices = capacity(cluster)
-        self._most_on_a_node: dict[str, int] = {}
-        for node in self._nodes:
-            most = max(self._most_on_a_node.get(node.kind, 0), node.num_usable)
-            self._most_on_a_node[node.kind] = most
+        self._domains = Domains(cluster)
+        self._known: dict[tuple[Shape, str | None], bool] = {}
+
+    def with_table(self, view: JobView) -> JobView:
+        """Return the job with the goodput table that is assumed of it if it has none."""
+        found = self._priors.with_table(view)
+        if found is not view:
+            self._without_table.add(view.spec.id)
+        return found
 
     def refusals(self, views: Iterable[JobView]) -> dict[str, str]:
         """Return, by id, why jobs could not run even alone in the cluster; those that could are left out."""
         return {
-            view.spec.id: no_shape_reason(view, self._devices, self._has_room)
+            view.spec.id: no_shape_reason(
+                view,
+                self._devices,
+                self._has_room,
+                has_table=view.spec.id not in self._without_table,
+            )
             for view in views
             if not any(self.could_run(view.spec, shape) for shape in view.goodput)
         }
 
     def could_run(self, spec: JobSpec, shape: Shape) -> bool:
         """Return whether the job could run with that shape if no other job used the cluster."""
-        in_domain = spec.level is None or shape.num_nodes == 1
-        return (
-            takes(spec, shape)
-            and self._has_room(shape)
-            and (in_domain or self._one_domain(shape, spec.level or ""))
-        )
+        return takes(spec, shape) and self._fits(shape, spec.level)
 
     def _has_room(self, shape: Shape) -> bool:
-        on_one = -(-shape.num_devices // shape.num_nodes)
-        return shape.num_devices <= self._devices.get(
-            shape.kind, 0
-        ) and on_one <= self._most_on_a_node.get(shape.kind, 0)
+        return self._fits(shape, None)
 
-    def _one_domain(self, shape: Shape, level: str) -> bool:
-        room: dict[str, int] = {}
-        for node in self._nodes:
-            if node.kind == shape.kind:
-                domain = domain_of(node, level)
-                room[domain] = room.get(domain, 0) + node.num_usable
-        return max(room.values(), default=0) >= shape.num_devices
+    def _fits(self, shape: Shape, level: str | None) -> bool:
+        known = self._known.get((shape, level))
+        if known is None:
+            known = self._known[shape, level] = self._domains.fits(shape, level)
+        return known
 
 
 def _reserved(

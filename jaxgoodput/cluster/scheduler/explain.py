@@ -12,16 +12,15 @@ from typing import Literal, NamedTuple
 from jaxgoodput.cluster.scheduler.alternatives import find_job
 from jaxgoodput.cluster.scheduler.constraints import constraints_of
 from jaxgoodput.cluster.scheduler.costs import cost
+from jaxgoodput.cluster.scheduler.free_room import FreeRoom, in_the_way, least_shapes
+from jaxgoodput.cluster.scheduler.kept_nodes import may_be_stopped
 from jaxgoodput.cluster.scheduler.limits import subtrees
 from jaxgoodput.cluster.scheduler.policy import JobView, Plan, Policy
 from jaxgoodput.cluster.scheduler.reconcile import reconcile
 from jaxgoodput.cluster.scheduler.shapes import (
-    capacity_rows,
     devices_in_words,
-    goodput_matrix,
     node_size,
     shape_of,
-    shapes,
     size_limits,
 )
 from jaxgoodput.specs import ClusterSpec, Node, Tenant
@@ -35,6 +34,8 @@ Constraint = Literal[
     "tenant budget",
     "guarantee",  # of other tenants
     "reservation",
+    "kept nodes",  # for another job, which has waited long
+    "placement",  # enough devices are free, but not together
     "level",
     "avoided nodes",  # which are kept apart from it for a while
     "minimum run time",  # of other jobs, or other jobs that may not be preempted
@@ -43,6 +44,7 @@ Constraint = Literal[
     "price of switching",
     "utility",  # the devices do more for other jobs
 ]
+MOST_IN_THE_WAY = 6  # sets of jobs that are tried to be ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +138,10 @@ class _Question:
         """Return whether the job would run if every job were replaced by `change(job)`."""
         return self._runs([change(view) for view in self.jobs], self.cluster)
 
+    def without(self, ids: Sequence[str]) -> bool:
+        """Return whether the job would run if these other jobs ended."""
+        return self._runs([v for v in self.jobs if v.spec.id not in ids], self.cluster)
+
     def with_devices(self, kind: str, count: int) -> bool:
         """Return whether the job would run with `count` more devices of a kind, as `more_nodes` adds them."""
         return self.with_cluster(
@@ -184,6 +190,8 @@ def _explain_waiting(question: _Question, plan: Plan) -> Explanation:
         *_tenant_limits(question),
         *_guarantees(question),
         *_reservation(question),
+        *_kept_nodes(question, plan),
+        *(placement := _placement(question, plan)),
         *_level(question),
         *_avoided_nodes(question),
         *_minimum_run_time(question),
@@ -191,11 +199,13 @@ def _explain_waiting(question: _Question, plan: Plan) -> Explanation:
     ]
     devices = _more_devices(question)
     either = " or ".join(f"{devices[kind]} more {kind}" for kind in sorted(devices))
-    if devices and not _has_room(question, plan):
+    if placement:
+        reasons += _price_of_switching(question)
+    elif devices and not _has_room(question, plan):
         said = f"all devices of kind {', '.join(sorted(devices))} that it could use are taken"
         reasons.append(_Reason("capacity", said, either))
     else:
-        reasons += [*_price_of_switching(question), _utility(question)]
+        reasons += [*_price_of_switching(question), _utility(question, plan)]
     changes = [reason.change for reason in reasons if reason.change]
     if devices and reasons[0].constraint != "capacity" and either not in changes:
         changes.append(either)
@@ -281,6 +291,53 @@ def _reservation(question: _Question) -> list[_Reason]:
     return [_Reason("reservation", "devices are reserved for others", change)]
 
 
+def _kept_nodes(question: _Question, plan: Plan) -> list[_Reason]:
+    """Find the job for which nodes are kept, if this job would start on them once it is gone."""
+    if may_be_stopped(question.view):
+        return []
+    waiting = [v for v in question.jobs if not plan.allocations[v.spec.id].devices]
+    others = (v.spec.id for v in waiting if v.spec.id != question.job)
+    for other in others:
+        said = f"are kept for {other!r}"
+        if said in plan.reasons[question.job] and question.without([other]):
+            change = f"the start or the end of {other!r}"
+            return [_Reason("kept nodes", f"the nodes that it could use {said}", change)]
+    return []
+
+
+def _placement(question: _Question, plan: Plan) -> list[_Reason]:
+    """Find out whether enough devices are free but do not lie together, and what is in the way."""
+    view, cluster = question.view, question.cluster
+    room = FreeRoom.beside(plan, view, cluster, question.now_s)
+    shapes = least_shapes(view, cluster, question.now_s)
+    enough = [s for s in shapes if room.of_kind(s.kind) >= s.num_devices]
+    if not enough or any(room.fits(view, shape) for shape in shapes):
+        return []
+    for shape in enough:
+        for ids in in_the_way(room, view, shape, plan, question.jobs, MOST_IN_THE_WAY):
+            if question.without(ids):
+                said = room.in_words(view, shape)
+                names = " and ".join(_where(question, plan, id_) for id_ in ids)
+                return [_Reason("placement", f"{said}. In the way: {names}", _end_of(ids))]
+    return [_Reason("placement", room.in_words(view, enough[0]), "")]
+
+
+def _end_of(ids: Sequence[str]) -> str:
+    return f"the end of {' and '.join(map(repr, ids))}"
+
+
+def _where(question: _Question, plan: Plan, id_: str) -> str:
+    """Return where a job that is in the way runs, and for how much longer if it declares its work."""
+    given, view = plan.allocations[id_], find_job(id_, question.jobs)
+    kind_of = {node.name: node.kind for node in question.cluster.nodes}
+    shape = shape_of(given.devices, kind_of)
+    said = f"{id_!r} ({given.num_devices} on {', '.join(sorted(given.devices))}"
+    speed = 0.0 if shape is None else view.goodput.get(shape, 0.0)
+    if view.remaining is not None and view.is_measured and speed > 0.0:
+        said += f", about {view.remaining / speed:.0f} s more"
+    return f"{said})"
+
+
 def _level(question: _Question) -> list[_Reason]:
     level = question.view.spec.level
     if level is None or not question.with_spec(level=None):
@@ -342,7 +399,8 @@ def _more_devices(question: _Question) -> dict[str, int]:
     spec = question.view.spec
     sizes = node_size(question.cluster)
     wanted = sum(size_limits(view.spec)[0] for view in question.jobs)
-    kinds = {shape.kind for shape in question.view.goodput} & sizes.keys()
+    known = {shape.kind for shape in question.view.goodput}
+    kinds = set(sizes) & known if known else set(sizes)
     found: dict[str, int] = {}
     for kind in sorted(kinds if spec.kinds is None else kinds.intersection(spec.kinds)):
         most = sizes[kind] * (wanted // sizes[kind] + 2)
@@ -370,27 +428,10 @@ def _least(runs: Callable[[int], bool], most: int) -> int | None:
 
 
 def _has_room(question: _Question, plan: Plan) -> bool:
-    """Return whether the devices and limits that a plan leaves unused suffice for the job."""
-    cluster = question.cluster
-    kind_of = {node.name: node.kind for node in cluster.nodes}
-    offered = shapes(cluster, question.jobs)
-    matrix = goodput_matrix([question.view], offered, cluster)
-    rows = capacity_rows(cluster, offered)
-    left = rows.limits.copy()
-    column = {shape: i for i, shape in enumerate(offered)}
-    # Jobs of a share group run on the same devices, which count once.
-    once = {
-        (given.share_group, "" if given.share_group else id_): given
-        for id_, given in plan.allocations.items()
-    }
-    for allocation in once.values():
-        shape = shape_of(allocation.devices, kind_of)
-        if shape in column:
-            left = left - rows.matrix[:, column[shape]]
-        elif shape is not None:
-            left = left - shape.num_devices * (rows.matrix.max(axis=1) > 0)
-    fits = (rows.matrix <= left[:, None]).all(axis=0)
-    return bool((fits & (matrix[0] > 0)).any())
+    """Return whether the job would fit onto the devices that a plan leaves free."""
+    view, cluster = question.view, question.cluster
+    room = FreeRoom.beside(plan, view, cluster, question.now_s)
+    return any(room.fits(view, shape) for shape in least_shapes(view, cluster, question.now_s))
 
 
 def _price_of_switching(question: _Question) -> list[_Reason]:
@@ -400,12 +441,15 @@ def _price_of_switching(question: _Question) -> list[_Reason]:
     return [_Reason("price of switching", said, "cheaper restarts, or waiting longer")]
 
 
-def _utility(question: _Question) -> _Reason:
+def _utility(question: _Question, plan: Plan) -> _Reason:
     weight = question.view.spec.weight
     factors = [2.0**power for power in range(1, 11)]
     helps = next((f for f in factors if question.with_spec(weight=weight * f)), None)
     change = f"a weight of {weight * helps:g} instead of {weight:g}" if helps else ""
-    said = f"{type(question.policy).__name__} finds the devices of more use to others"
+    does = "leaves devices idle that it could use"
+    if not _has_room(question, plan):
+        does = "finds the devices of more use to others"
+    said = f"{type(question.policy).__name__} {does}"
     return _Reason("utility", said, change)
 
 

@@ -34,14 +34,18 @@ class JobView:
     goodput: Mapping[Shape, float] = field(default_factory=dict)
     """Useful samples (or any unit of the job's own) per second on each shape, packed on as few nodes as the
     shape says. A missing shape is unknown or not allowed. For an elastic or rigid job the batch is fixed, so
-    this is its throughput."""
+    this is its throughput. If it is empty, `reconcile` assumes a table (`priors.py`)."""
     goodput_error: Mapping[Shape, float] = field(default_factory=dict)
     """Relative standard error of each entry of `goodput`; 0.1 is about 10 %. Errors are independent. If a
     shape is missing, a policy estimates its error from the roughness of the table."""
+    devices_per_process: int = 1
+    """Devices of one of its processes, which lie on one node; heeded in tables that are assumed."""
     submitted_s: float = 0.0
     """Time of submission, on the same clock as `now_s` of the decision."""
     since_s: float | None = None
     """Start of the present allocation; None if the job is not running."""
+    paused_s: float | None = None
+    """Time at which a waiting job lost its last devices; None if unknown, or if it runs or never ran."""
     restoring_until_s: float | None = None
     """Expected end of a restart in progress. Until then the job is not worth moving again."""
     num_restarts: int = 0

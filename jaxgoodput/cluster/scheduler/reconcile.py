@@ -20,6 +20,7 @@ from jaxgoodput.cluster.scheduler.constraints import (
     withhold,
     within,
 )
+from jaxgoodput.cluster.scheduler.kept_nodes import kept_nodes, may_be_stopped
 from jaxgoodput.cluster.scheduler.limits import (
     Use,
     devices_by_kind,
@@ -52,7 +53,8 @@ def reconcile(
     Jobs that could not run even alone are refused. Jobs on nodes that are down lose their devices. Jobs that
     may not be preempted, are within their minimum run time, or run on draining nodes keep theirs. A tenant's
     reserved devices are offered first to its jobs that run on them or wait. Other jobs leave the nodes that
-    they avoid (`JobView.avoids`) if they can run without them.
+    they avoid (`JobView.avoids`) if they can run without them. If jobs that may not be stopped leave a job
+    too little for more than an hour, further ones do not start on the nodes that it needs (`kept_nodes.py`).
 
     If `last` was solved less than `min_gap_s` ago, jobs keep what they have, except lost or refused
     allocations. The same holds if the policy raises SolverError. `next_solve_s` is at most `max_gap_s` from
@@ -112,7 +114,33 @@ class _Round:
         for own in fixed.reserved.values():
             add_devices(taken, own)
         if left:
-            self.ask(left, withhold(self.cluster, taken, used))
+            self.ask_others(left, withhold(self.cluster, taken, used))
+
+    def ask_others(self, left: Sequence[str], cluster: ClusterSpec):
+        """Ask the policy about all jobs without reserved devices, and keep nodes for one that waits long."""
+        waits = [id_ for id_ in left if not self.fixed.views[id_].allocation.devices]
+        views = [self.fixed.views[id_] for id_ in waits]
+        kept = None
+        if any(not may_be_stopped(view) for view in views):
+            kept = kept_nodes(views, self.cluster, cluster, self.now_s)
+        later = [
+            v.spec.id for v in views if kept and kept.job != v.spec.id and not may_be_stopped(v)
+        ]
+        first = [id_ for id_ in left if id_ not in later]
+        if first:
+            self.ask(first, cluster)
+        if kept is None:
+            return
+        useless: Devices = {
+            node.name: set(range(node.num_devices))
+            for node in cluster.nodes
+            if node.name in kept.nodes
+        }
+        if later:
+            self.ask(later, self.rest(first, cluster, useless))
+        for id_ in (kept.job, *later):
+            if not self.allocations[id_].devices:
+                self.reasons[id_] = f"{self.reasons[id_]}; {kept.in_words()}"
 
     def ask_reserved(self, tenant: str, left: Sequence[str], used: Use) -> list[str]:
         """Ask the policy about a tenant's jobs on its reserved devices; return the jobs that get some."""

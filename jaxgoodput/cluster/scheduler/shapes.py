@@ -1,11 +1,15 @@
 """Shapes that a cluster offers, which of them a job may take, and which combinations fit on the nodes.
 
-A shape lies on one node (1, 2, 4, ... devices) or is made of whole nodes. These sizes separate allocation
-from placement: any choice that satisfies `capacity_rows` can be placed without spreading a job over more
-nodes than it needs. Proof: place the largest first. Before a job of size s is placed, everything on a node
-has a size that is a multiple of s, so a node with n usable devices still has floor(n/s) - (devices placed)/s
-slots of size s, wherever earlier jobs went. A node whose size is not a power of two behaves like the
-power-of-two nodes of its binary expansion (6 = 4 + 2).
+By default a shape lies on one node (1, 2, 4, ... devices) or is made of whole nodes. These sizes separate
+allocation from placement: any choice that satisfies `capacity_rows` can be placed without spreading a job
+over more nodes than it needs. Proof: place the largest first. Before a job of size s is placed, everything on
+a node has a size that is a multiple of s, so a node with n usable devices still has floor(n/s) - (devices
+placed)/s slots of size s, wherever earlier jobs went. A node whose size is not a power of two behaves like
+the power-of-two nodes of its binary expansion (6 = 4 + 2).
+
+Jobs may ask for any other size, such as exactly 3 devices, or 5 to 7. Such sizes are offered too
+(`own_shapes`). With them, and with jobs that must stay within a rack, the rows are necessary but no longer
+sufficient; `policies/placeable.py` then chooses again with what placing has found out.
 """
 
 from collections import Counter
@@ -18,18 +22,20 @@ from jaxtyping import Bool, Float
 from jaxgoodput.cluster.scheduler.policy import JobView
 from jaxgoodput.specs import ClusterSpec, JobSpec, Node, Shape
 
+ALL_UP_TO_DEVICES = 64  # largest cluster in which every number of whole nodes is offered
+
 
 class CapacityRows(NamedTuple):
     """Linear capacity constraints: `matrix @ (number of jobs with each shape) <= limits`.
 
     Shapes can be placed together exactly if they satisfy all rows. A kind has one row if all its nodes are
-    full and of one power-of-two size, otherwise several. If a rigid job's own size (such as 3) is among the
-    shapes, the rows are necessary but no longer sufficient.
+    full and of one power-of-two size, otherwise several. If a job's own size (such as 3) is among the shapes,
+    the rows are necessary but no longer sufficient.
     """
 
     matrix: Float[np.ndarray, "rows shapes"]
     limits: Float[np.ndarray, " rows"]
-    """Devices available to each row."""
+    """Devices available to each row; slots, in rows for sizes that are no powers of two."""
     kinds: tuple[str, ...]
     """Device kind of each row."""
 
@@ -81,46 +87,127 @@ def shapes(
     jobs: Sequence[JobView] = (),
     *,
     dense_nodes: int = 8,
-    all_up_to_devices: int = 64,
+    all_up_to_devices: int = ALL_UP_TO_DEVICES,
 ) -> tuple[Shape, ...]:
     """Return the shapes to choose from, sorted: per kind 1, 2, 4, ... devices of one node, and k whole nodes.
 
     A cluster of at most `all_up_to_devices` devices offers every k. A larger one offers k = 1 ...
     `dense_nodes`, then powers of two and 1.5 times these, because 40 or 41 nodes make no difference to a job.
-    If `jobs` are given, sizes too large for all of them are left out. Sizes that a rigid job insists on, and
-    sizes of several nodes in which a job runs at present, are added.
+    If `jobs` are given, sizes too large for all of them are left out. Sizes that their own limits ask for
+    (`own_shapes`), and sizes of several nodes in which a job runs at present, are added.
     """
     size, whole = node_size(cluster), whole_nodes(cluster)
-    every = sum(capacity(cluster).values()) <= all_up_to_devices
-    own_sizes = _own_sizes(jobs)
-    found: set[Shape] = set()
-    for kind, usable in _usable_by_kind(cluster).items():
+    total = sum(capacity(cluster).values())
+    every = total <= all_up_to_devices
+    usable = _usable_by_kind(cluster)
+    default: dict[str, set[Shape]] = {}
+    for kind in usable:
         count = len(whole[kind])
         ks = range(1, count + 1) if every else _sparse(count, dense_nodes)
-        found |= _shapes_of_kind(kind, size[kind], usable, ks, own_sizes)
+        default[kind] = _default_shapes(kind, size[kind], max(usable[kind]), ks)
+    sizes = {kind: {shape.num_devices for shape in its} for kind, its in default.items()}
+    everywhere = set[int]().union(*sizes.values()).intersection(*sizes.values())
+    own_sizes = _own_sizes(jobs, total, everywhere) if jobs else set[int]()
+    found = set[Shape]().union(*default.values())
+    for kind, its in sizes.items():
+        more = (packed(kind, n, size[kind], usable[kind]) for n in own_sizes - its)
+        found |= {shape for shape in more if shape is not None}
     largest = max((size_limits(view.spec)[1] for view in jobs), default=None)
     return tuple(sorted(s for s in found if largest is None or s.num_devices <= largest))
 
 
-def _own_sizes(jobs: Sequence[JobView]) -> set[int]:
-    """Return sizes on which rigid jobs insist, and sizes of several nodes in which jobs run at present."""
-    rigid = {v.spec.num_devices for v in jobs if v.spec.mode == "rigid" and v.spec.num_devices}
-    return rigid | {v.allocation.num_devices for v in jobs if v.allocation.num_nodes > 1}
+def own_shapes(cluster: ClusterSpec, spec: JobSpec) -> set[Shape]:
+    """Return the shapes that a job's own limits ask for, beside the default ones.
+
+    These are its least and its greatest size. If one of them is no power of two, a cluster of at most
+    `ALL_UP_TO_DEVICES` devices offers every size between them, too.
+
+    >>> nodes = (Node(name="n", kind="h200", num_devices=8),)
+    >>> found = own_shapes(ClusterSpec(nodes=nodes), JobSpec(id="x", min_devices=5, max_devices=7))
+    >>> sorted(shape.num_devices for shape in found)
+    [5, 6, 7]
+    """
+    size, usable = node_size(cluster), _usable_by_kind(cluster)
+    sizes = _sizes_of(spec, sum(map(sum, usable.values())))
+    kinds = usable if spec.kinds is None else usable.keys() & set(spec.kinds)
+    found = (packed(kind, each, size[kind], usable[kind]) for kind in kinds for each in sizes)
+    return {shape for shape in found if shape is not None}
 
 
-def _shapes_of_kind(
-    kind: str, per_node: int, usable: list[int], ks: Iterable[int], more_sizes: set[int]
-) -> set[Shape]:
-    most = max(usable)
+def _sizes_of(spec: JobSpec, num_devices: int) -> set[int]:
+    """Return the sizes that a job's own limits ask for, in a cluster of `num_devices` devices."""
+    least, most = size_limits(spec)
+    is_odd = bool(least & (least - 1) or most & (most - 1))
+    if is_odd and num_devices <= ALL_UP_TO_DEVICES:
+        return set(range(least, min(most, num_devices) + 1))
+    return {least, most}
+
+
+def _own_sizes(jobs: Sequence[JobView], num_devices: int, offered: set[int]) -> set[int]:
+    """Return sizes, beside the ones `offered`, that jobs ask for and of which their tables know something.
+
+    These are sizes that follow from jobs' own limits, and sizes of several nodes in which jobs run now.
+    """
+    found = {v.allocation.num_devices for v in jobs if v.allocation.num_nodes > 1} - offered
+    of_limits: dict[tuple[int, int], set[int]] = {}
+    for view in jobs:
+        limits = size_limits(view.spec)
+        if limits not in of_limits:
+            of_limits[limits] = _sizes_of(view.spec, num_devices) - offered
+        if more := of_limits[limits] - found:
+            known = view.spec.mode == "rigid" or not view.goodput
+            found |= more if known else more & {shape.num_devices for shape in view.goodput}
+    return found
+
+
+def packed(kind: str, num_devices: int, per_node: int, usable: Sequence[int]) -> Shape | None:
+    """Return the shape of a number of devices on the fewest nodes that can hold it; None if none can.
+
+    `usable`: usable devices of each node of the kind, of which the largest has `per_node` devices.
+
+    >>> packed("h200", 12, 8, [8, 8]), packed("h200", 16, 8, [8, 5, 5])
+    (Shape(kind='h200', num_nodes=2, num_devices=12), Shape(kind='h200', num_nodes=3, num_devices=16))
+    """
+    if not per_node or num_devices > sum(usable):
+        return None
+    free = sorted(usable, reverse=True)
+    for num_nodes in range(-(-num_devices // per_node), min(len(free), num_devices) + 1):
+        shape = Shape(kind, num_nodes, num_devices)
+        if holds(free, chunks(shape, per_node)):
+            return shape
+        if num_devices <= sum(free[: num_nodes - 1]):
+            return None  # more nodes would only split it further
+    return None
+
+
+def holds(free: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Return whether nodes have room for one part each; both are sorted, the largest first."""
+    return len(sizes) <= len(free) and all(
+        size <= room for size, room in zip(sizes, free, strict=False)
+    )
+
+
+def chunks(shape: Shape, node_size: int) -> list[int]:
+    """Return how many devices a shape takes on each of its nodes, largest first.
+
+    These are whole nodes and a rest, or an even spread if the shape has more nodes than that.
+
+    >>> chunks(Shape("h200", 2, 12), 8), chunks(Shape("h200", 4, 6), 8)
+    ([8, 4], [2, 2, 1, 1])
+    """
+    full, rest = divmod(shape.num_devices, node_size)
+    if full + (rest > 0) == shape.num_nodes:
+        return [node_size] * full + [rest] * (rest > 0)
+    each, more = divmod(shape.num_devices, shape.num_nodes)
+    return [each + 1] * more + [each] * (shape.num_nodes - more)
+
+
+def _default_shapes(kind: str, per_node: int, most: int, ks: Iterable[int]) -> set[Shape]:
+    """Return powers of two on one node, of which the largest has `most` usable devices, and whole nodes."""
     if most == 0:
         return set()
     found = {Shape(kind, 1, 1 << power) for power in range(most.bit_length())}
-    found |= {Shape(kind, k, k * per_node) for k in ks}
-    for num_devices in more_sizes:
-        num_nodes = -(-num_devices // per_node)
-        if num_devices <= (most if num_nodes == 1 else sum(usable)):
-            found.add(Shape(kind, num_nodes, num_devices))
-    return found
+    return found | {Shape(kind, k, k * per_node) for k in ks}
 
 
 def _sparse(count: int, dense: int) -> list[int]:
@@ -151,8 +238,8 @@ def allowed(
 ) -> Bool[np.ndarray, "jobs shapes"]:
     """Return which shapes each job's own limits permit: sizes, kinds and, given the cluster, topology level.
 
-    A job that must stay within one domain of a level may take a shape of several nodes only if some domain
-    has that many whole nodes. Which devices are free at the moment plays no part.
+    A job that must stay within one domain of a level may take a shape of several nodes only if the nodes of
+    some domain hold it. Which devices are free at the moment plays no part.
     """
     num_devices = np.array([shape.num_devices for shape in shapes], dtype=np.int64)
     limits = np.array([size_limits(view.spec) for view in jobs], dtype=np.int64).reshape(-1, 2)
@@ -162,8 +249,10 @@ def allowed(
             mask[row] &= np.array([s.kind in view.spec.kinds for s in shapes], dtype=bool)
     if cluster is not None:
         levels = np.array([view.spec.level for view in jobs], object)
+        domains = Domains(cluster)
         for level in sorted(set(levels) - {None}):
-            mask[levels == level] &= _fits_a_domain(shapes, cluster, level)
+            several = (shape.num_nodes == 1 or domains.fits(shape, level) for shape in shapes)
+            mask[levels == level] &= np.fromiter(several, bool, len(shapes))
     return mask
 
 
@@ -173,14 +262,38 @@ def domain_of(node: Node, level: str) -> str:
     return f"node {node.name}" if label is None else f"label {label}"
 
 
-def _fits_a_domain(
-    shapes: Sequence[Shape], cluster: ClusterSpec, level: str
-) -> Bool[np.ndarray, " shapes"]:
-    most = {
-        kind: max(Counter(domain_of(node, level) for node in nodes).values(), default=0)
-        for kind, nodes in whole_nodes(cluster).items()
-    }
-    return np.array([s.num_nodes == 1 or s.num_nodes <= most.get(s.kind, 0) for s in shapes], bool)
+class Domains:
+    """The nodes of a cluster that are up, by kind and topology domain, to see what fits on them alone."""
+
+    def __init__(self, cluster: ClusterSpec):
+        self._nodes = [node for node in cluster.nodes if node.state == "up"]
+        self._size = node_size(cluster)
+        self._free: dict[str | None, dict[str, set[tuple[int, ...]]]] = {}
+
+    def fits(self, shape: Shape, level: str | None = None) -> bool:
+        """Return whether the nodes of one domain hold a shape if no job uses them.
+
+        A shape of one node, and any shape without a `level`, may lie on any nodes of its kind.
+        """
+        if shape.kind not in self._size or not self._size[shape.kind]:
+            return False
+        if shape.num_nodes == 1:
+            level = None
+        if level not in self._free:
+            self._free[level] = self._by_kind(level)
+        sizes = chunks(shape, self._size[shape.kind])
+        return any(holds(free, sizes) for free in self._free[level].get(shape.kind, ()))
+
+    def _by_kind(self, level: str | None) -> dict[str, set[tuple[int, ...]]]:
+        """Return, by kind, the usable devices of each domain's nodes; equal domains once."""
+        found: dict[str, dict[str, list[int]]] = {}
+        for node in self._nodes:
+            domain = "" if level is None else domain_of(node, level)
+            found.setdefault(node.kind, {}).setdefault(domain, []).append(node.num_usable)
+        return {
+            kind: {tuple(sorted(free, reverse=True)) for free in domains.values()}
+            for kind, domains in found.items()
+        }
 
 
 def goodput_matrix(
@@ -217,11 +330,12 @@ def no_shape_reason(
     has_room: Callable[[Shape], bool],
     *,
     status: str = "in service",
+    has_table: bool = True,
 ) -> str:
     """Explain why a job has no shape at all: the first of its own limits that rules out every shape.
 
     `devices` counts the devices of each kind that have this `status`. `has_room` tells whether the cluster
-    has room for a shape, whatever its topology.
+    has room for a shape, whatever its topology. Without `has_table`, its table was assumed.
     """
     spec = view.spec
     least, most = size_limits(spec)
@@ -231,6 +345,9 @@ def no_shape_reason(
         return f"it allows only devices of kind {list(spec.kinds)}, and the cluster has {sorted(devices)}"
     if least > max(usable.values(), default=0):
         return f"it needs at least {least} devices of one kind, and the cluster has {said}"
+    if not (view.goodput or has_table):
+        sizes = str(least) if least == most else f"{least} to {most}"
+        return f"no nodes of one kind hold whole processes on {sizes} devices, and the cluster has {said}"
     if not view.goodput:
         return "its goodput table has no usable entry, so no shape is known to be of use to it"
     fits = (s for s in view.goodput if s.kind in usable and takes(spec, s) and has_room(s))
@@ -264,18 +381,21 @@ def devices_in_words(devices: Mapping[str, int]) -> str:
 def capacity_rows(cluster: ClusterSpec, shapes: Sequence[Shape]) -> CapacityRows:
     """Return the rows that make a choice of shapes placeable (proof at the top of this file).
 
-    One row for each kind and each power of two s: the slots of size s that the chosen shapes fill are at most
-    sum_k floor(n_k/s), where node k has n_k usable devices. A row is left out if its limit equals the limit
-    for s = 1, which already implies it.
+    One row for each kind and each slot size s: the slots of size s that the parts of the chosen shapes fill
+    are at most sum_k floor(n_k/s), where node k has n_k usable devices. Slot sizes are the powers of two, the
+    size of a whole node, and sizes of parts that are neither. A row for a power of two is left out if its
+    limit equals the limit for s = 1, which already implies it.
     """
-    usable, whole = _usable_by_kind(cluster), whole_nodes(cluster)
-    num_devices = np.array([shape.num_devices for shape in shapes], np.int64)
-    rows: list[tuple[np.ndarray, int, str]] = []  # devices that each shape uses, limit, kind
+    usable = _usable_by_kind(cluster)
+    rows: list[tuple[np.ndarray, float, str]] = []  # use of each shape, limit, kind
     for kind, size in node_size(cluster).items():
-        of_kind = np.array([shape.kind == kind for shape in shapes], bool)
-        if of_kind.any():
-            used = np.where(of_kind, num_devices, 0)
-            found = _rows_of_kind(used, size, usable.get(kind, []), len(whole[kind]))
+        parts = {
+            i: Counter(chunks(shape, size))
+            for i, shape in enumerate(shapes)
+            if shape.kind == kind and size
+        }
+        if parts:
+            found = _rows_of_kind(parts, len(shapes), size, usable.get(kind, []))
             rows += [(row, limit, kind) for row, limit in found]
     matrix = np.array([row for row, _, _ in rows], float).reshape(len(rows), len(shapes))
     limits = np.array([limit for _, limit, _ in rows], dtype=float)
@@ -283,19 +403,31 @@ def capacity_rows(cluster: ClusterSpec, shapes: Sequence[Shape]) -> CapacityRows
 
 
 def _rows_of_kind(
-    used: np.ndarray, size: int, usable: list[int], num_whole: int
-) -> list[tuple[np.ndarray, int]]:
-    """Return the rows of one kind and their limits; `used`: [shapes] devices of each shape of the kind."""
-    full, rest = np.divmod(used, size)
+    parts: Mapping[int, Counter[int]], num_shapes: int, size: int, usable: list[int]
+) -> list[tuple[np.ndarray, float]]:
+    """Return the rows of one kind and their limits.
+
+    `parts`: by index of the shape, on how many nodes it takes how many devices.
+    """
     free = np.array(usable, dtype=np.int64)
     total, rows = int(free.sum()), []
+
+    def slots(each: int) -> np.ndarray:
+        """Return [shapes] the slots of `each` devices that a shape fills."""
+        found = np.zeros(num_shapes, np.int64)
+        for shape, its in parts.items():
+            found[shape] = sum(part // each * count for part, count in its.items())
+        return found
+
     for power in (1 << exponent for exponent in range(size.bit_length())):
         limit = int((free // power).sum()) * power
         if power == 1 or limit < total:
-            rows.append((full * (size // power * power) + rest // power * power, limit))
+            rows.append((slots(power) * power, float(limit)))
     # Whole nodes need a row of their own if their size is not itself a power of two.
-    if num_whole * size < total and size.bit_count() > 1 and full.any():
-        rows.append((full * size, num_whole * size))
+    if size.bit_count() > 1 and int((free // size).sum()) * size < total and slots(size).any():
+        rows.append((slots(size) * size, float((free // size).sum()) * size))
+    odd = {part for its in parts.values() for part in its if part & (part - 1)} - {size}
+    rows += [(slots(each), float((free // each).sum())) for each in sorted(odd)]
     return rows
 
 

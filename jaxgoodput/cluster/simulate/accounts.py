@@ -54,7 +54,7 @@ class TenantAccounts:
             parent=tenant.parent,
             num_jobs=len(mine),
             average_jct_s=float(array_of(job.jct_s for job in mine if not job.cancelled).mean()),
-            device_s=sum(sum(job.device_s.values()) for job in mine),
-            deserved_s=sum(self._deserved_s.get(name, 0.0) for name in sorted(subtree)),
-            cost=sum(job.cost or 0.0 for job in mine) if has_prices else None,
+            device_s=float(sum(sum(job.device_s.values()) for job in mine)),
+            deserved_s=float(sum(self._deserved_s.get(name, 0.0) for name in sorted(subtree))),
+            cost=float(sum(job.cost or 0.0 for job in mine)) if has_prices else None,
         )

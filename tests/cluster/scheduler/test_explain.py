@@ -157,7 +157,20 @@ def test_price_of_switching_and_utility():
     assert "a weight of 4 instead of 1" in said.changes
     said = explain("x", [old, view("old2", weight=3.0), view("x")], TWO, Heaviest(), 0.0)
     assert said.constraint == "utility" and said.changes == ("a weight of 4 instead of 1",)
-    assert "Heaviest finds the devices of more use to others" in said.message
+    assert "Heaviest leaves devices idle that it could use" in said.message
+    full = [old, view("old2", weight=3.0, devices={"n0": (1, 2, 3), "n1": (0, 1, 2, 3)})]
+    plan = reconcile([*full, view("x")], TWO, Everything(), 0.0)
+    said = explain("x", [*full, view("x")], TWO, Everything(), 0.0, plan=plan)
+    assert said.constraint == "utility"
+    assert "Everything finds the devices of more use to others" in said.message
+
+
+@dataclasses.dataclass(frozen=True)
+class Everything:
+    """Lets every job keep what it has, and starts none."""
+
+    def __call__(self, jobs, cluster, now_s):
+        return Decision(allocations={v.spec.id: v.allocation for v in jobs if v.allocation.devices})
 
 
 def test_a_job_that_nothing_helps_is_told_so():

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from worlds import cluster_of, nodes
 
 from jaxgoodput.cluster.scheduler.placement import placement
-from jaxgoodput.cluster.scheduler.placement.board import chunks
 from jaxgoodput.cluster.scheduler.placement.placement import place
 from jaxgoodput.cluster.scheduler.policy import JobView
-from jaxgoodput.cluster.scheduler.shapes import capacity_rows, shape_of, shapes
+from jaxgoodput.cluster.scheduler.shapes import capacity_rows, chunks, shape_of, shapes
 from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node, Shape
 
 

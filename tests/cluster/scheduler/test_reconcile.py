@@ -127,7 +127,7 @@ def test_a_job_that_fits_nowhere_is_named_and_starves_nobody(nodes, recipes):
             spec=JobSpec(id="huge", min_devices=1000, max_devices=1000), goodput=table(cluster)
         ),
         JobView(spec=JobSpec(id="exotic", kinds=("vaporware",)), goodput=table(cluster)),
-        JobView(spec=JobSpec(id="empty")),
+        JobView(spec=JobSpec(id="nothing"), largest_profiled=1),
         JobView(spec=JobSpec(id="nan"), goodput=dict.fromkeys(table(cluster), NAN)),
     )
     hopeless = tuple(dataclasses.replace(v, submitted_s=-1.0) for v in hopeless)
@@ -149,7 +149,7 @@ def test_a_job_that_fits_nowhere_is_named_and_starves_nobody(nodes, recipes):
             "at least 16 devices of one kind, and the cluster has 8 a in service",
         ),
         (view("x", kinds=("b",)), r"only devices of kind \['b'\], and the cluster has \['a'\]"),
-        (JobView(spec=JobSpec(id="x")), "no usable entry"),
+        (JobView(spec=JobSpec(id="x"), goodput={Shape("a", 1, 1): NAN}), "no usable entry"),
         (view("x", mode="rigid", num_devices=3), "no entry between 3 and 3 devices"),
     ],
 )

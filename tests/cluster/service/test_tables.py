@@ -1,6 +1,8 @@
 """What a job tells and what is made of it: tables are the forecast of its own journal, to the last digit."""
 
 import dataclasses
+import subprocess
+import sys
 from typing import Annotated
 
 import pydantic
@@ -9,6 +11,7 @@ import services
 import synthetic
 
 from jaxgoodput.cluster.catalogue import catalogue
+from jaxgoodput.cluster.scheduler.priors import assumed_goodput
 from jaxgoodput.cluster.scheduler.reconcile import PlanError
 from jaxgoodput.cluster.scheduler.shapes import shapes
 from jaxgoodput.cluster.service.node.hints import hints_of
@@ -148,7 +151,20 @@ def test_a_job_that_is_to_tell_of_itself_gets_no_more_before_its_first_steps(run
         assert max(shape.num_devices for shape in found) == widest, hints
 
 
-def lived(state, cluster, rules, at_s):
+@pytest.mark.parametrize("mode", ["adaptive", "elastic"])
+@pytest.mark.parametrize(("least", "most"), [(3, 3), (5, 7)])
+def test_a_job_of_any_size_runs_and_grows_to_its_limit(mode, least, most):
+    cluster = uniform_cluster(KIND, 1, 8)
+    rules = decide.PlanRules(named=catalogue()["goodput"])
+    spec = {"mode": mode, "min_devices": least, "max_devices": most}
+    state, found = None, []
+    for at_s in (0.0, 100.0):
+        state, plan = lived(state, cluster, rules, at_s, **spec)
+        found.append(plan.allocations["a"].num_devices)
+    assert found == [least if mode == "adaptive" else most, most]
+
+
+def lived(state, cluster, rules, at_s, **spec):
     """The state after another decision, carried out."""
 
     def happen(state, event):
@@ -158,9 +174,8 @@ def lived(state, cluster, rules, at_s):
         state = State()
         for node in cluster.nodes:
             state = happen(state, NodeJoined(node=node, instance="one"))
-        state = happen(
-            state, JobSubmitted(submission=services.submission("a", max_devices=8), secret="s")
-        )
+        submission = services.submission("a", **{"max_devices": 8, **spec})
+        state = happen(state, JobSubmitted(submission=submission, secret="s"))
     plan = decide.plan(state, at_s, rules)
     assert plan is not None
     planned, _ = decide.as_events(state, plan, at_s)
@@ -170,11 +185,33 @@ def lived(state, cluster, rules, at_s):
 def test_elastic_and_rigid_jobs():
     offered = (*shapes(uniform_cluster(KIND, 2, 4)), Shape(KIND, 1, 3))
     elastic = table_of(entry_of(None, mode="elastic", max_devices=8), offered, 0.0)
-    assert {s.num_devices: g for s, g in elastic.goodput.items()} == {
-        n: float(n) for n in (1, 2, 3, 4, 8)
-    }
+    assert elastic.goodput == {s: assumed_goodput(s) for s in offered}
     rigid = table_of(entry_of(None, mode="rigid", num_devices=3), offered, 0.0)
     assert set(rigid.goodput) == {Shape(KIND, 1, 3)}
+
+
+def test_an_elastic_job_that_has_measured_is_planned_by_its_measurements(run):
+    hints = told(run, KIND, 3, 1)
+    offered = shapes_up_to(KIND, 16, 2)
+    elastic = table_of(entry_of(hints, mode="elastic"), offered, 0.0)
+    # On 8 devices it was measured; its fixed batch is worth no more there than the best one.
+    best = table_of(entry_of(hints), offered, 0.0).goodput[Shape(KIND, 1, 8)]
+    assert 0 < elastic.goodput[Shape(KIND, 1, 8)] <= best * (1 + 1e-9)
+    assert elastic.goodput != {s: assumed_goodput(s) for s in elastic.goodput}
+
+
+@pytest.mark.parametrize(
+    ("each", "least", "whole", "sizes"),
+    [(1, 9, 8, {9, 10, 11, 12}), (4, 12, 8, {12}), (3, 9, 6, {9, 12}), (3, 9, 8, set())],
+)
+def test_a_process_is_not_split_over_nodes(each, least, whole, sizes):
+    submission = dataclasses.replace(
+        services.submission("a", mode="elastic", min_devices=least, max_devices=12),
+        devices_per_process=each,
+    )
+    entry = JobEntry(submission=submission, secret="", submitted_s=0.0)
+    offered = [Shape(KIND, 1, whole), *(Shape(KIND, 2, n) for n in (9, 10, 11, 12))]
+    assert {s.num_devices for s in table_of(entry, offered, 0.0).goodput} == sizes
 
 
 def test_before_its_first_fit_a_run_says_how_far_it_is(tmp_path, clock):
@@ -271,6 +308,16 @@ def test_a_job_whose_hints_make_no_table_costs_the_others_nothing(run):
     plan = decide.plan(state, 10.0, decide.PlanRules(named=catalogue()["goodput"]), broken)
     assert plan is not None
     assert all(plan.allocations[job].num_devices for job in "ab")
+
+
+def test_what_a_library_prints_is_no_answer():
+    program = (
+        "import os; from jaxgoodput.cluster.service.planning.follow import answers_apart; "
+        "out = answers_apart(); os.write(1, b'noise'); print('an answer', file=out, flush=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert done.stdout == b"an answer\n"
+    assert b"noise" in done.stderr
 
 
 def test_a_question_that_no_plan_answers_is_refused_and_not_the_end(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxgoodput.cluster.scheduler.shapes import domain_of
+from jaxgoodput.cluster.scheduler.shapes import chunks, domain_of
 from jaxgoodput.specs import Node, Shape
 
 LIKELY_NODES = 64  # searched first for room; the other nodes only if none of these is suitable
@@ -37,21 +37,6 @@ class _Eviction(NamedTuple):
     price: float
     nodes: list[int]
     keys: set[str]  # of the requests to move
-
-
-def chunks(shape: Shape, node_size: int) -> list[int]:
-    """Return how many devices a shape takes on each of its nodes, largest first.
-
-    These are whole nodes and a rest, or an even spread if the shape has more nodes than that.
-
-    >>> chunks(Shape("h200", 2, 12), 8), chunks(Shape("h200", 4, 6), 8)
-    ([8, 4], [2, 2, 1, 1])
-    """
-    full, rest = divmod(shape.num_devices, node_size)
-    if full + (rest > 0) == shape.num_nodes:
-        return [node_size] * full + [rest] * (rest > 0)
-    each, more = divmod(shape.num_devices, shape.num_nodes)
-    return [each + 1] * more + [each] * (shape.num_nodes - more)
 
 
 class Board:
@@ -122,13 +107,12 @@ class Board:
             nodes = self._fit_several(sizes, request)
         if nodes is None:
             return False
-        self._take_chunks(request, nodes, sizes)
+        self.take_parts(request, dict(zip(nodes, sizes, strict=True)))
         return True
 
-    def _take_chunks(self, request: Request, nodes: list[int], sizes: list[int]):
-        self.take(
-            request, {n: self._pick(n, s, request) for n, s in zip(nodes, sizes, strict=True)}
-        )
+    def take_parts(self, request: Request, sizes: Mapping[int, int]):
+        """Give the request free devices of these nodes: how many, by index of the node."""
+        self.take(request, {node: self._pick(node, n, request) for node, n in sizes.items()})
 
     def _fullest(self, size: int, request: Request) -> list[int] | None:
         """Return the fullest node that has room; of equal ones the request's own, or else the first."""
@@ -159,12 +143,13 @@ class Board:
         """Return the nodes of each topology domain with enough free devices, the domain with fewest first."""
         if level is None:
             return [np.arange(len(self.nodes))]
-        domains = self._domain_ids(level)
+        domains = self.domain_ids(level)
         total = np.bincount(domains, weights=room)
         order = np.argsort(total, kind="stable")
         return [np.flatnonzero(domains == d) for d in order if total[d] >= sum(sizes)]
 
-    def _domain_ids(self, level: str) -> np.ndarray:
+    def domain_ids(self, level: str) -> np.ndarray:
+        """Return [nodes] the topology domain of each node at a level, as numbers from 0."""
         if level not in self._domains:
             names = [domain_of(node, level) for node in self.nodes]
             self._domains[level] = np.unique(names, return_inverse=True)[1]
@@ -198,7 +183,7 @@ class Board:
         sizes = chunks(request.shape, self.node_size)
         groups = [np.arange(len(self.nodes))]
         if len(sizes) > 1 and request.level is not None:
-            domains = self._domain_ids(request.level)
+            domains = self.domain_ids(request.level)
             groups = [np.flatnonzero(domains == d) for d in range(int(domains.max()) + 1)]
         # A job of several nodes with a level may be placed in any one domain; take the cheapest.
         found = [e for g in groups if (e := self._cheapest(g, sizes, request)) is not None]
@@ -206,7 +191,7 @@ class Board:
             return None
         best = min(found, key=lambda eviction: eviction.price)
         evicted = [self.release(key) for key in sorted(best.keys)]
-        self._take_chunks(request, best.nodes, sizes)
+        self.take_parts(request, dict(zip(best.nodes, sizes, strict=True)))
         return evicted
 
     def _cheapest(self, group: np.ndarray, sizes: list[int], request: Request) -> _Eviction | None:

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import optimize, sparse
 
-from jaxgoodput.cluster.scheduler.placement.board import Board, Request, chunks
+from jaxgoodput.cluster.scheduler.placement.board import Board, Request
+from jaxgoodput.cluster.scheduler.shapes import chunks
 
 LARGEST_PROGRAM = 6_000  # variables; larger placements are left to the greedy method
 # A limit on branch-and-bound nodes, because a time limit alone would make the result depend on the clock.

@@ -1,16 +1,18 @@
 """Place jobs of given shapes on devices: every job on the fewest nodes, moving as few jobs as possible.
 
-Three methods are tried in turn until every job is placed. First all jobs that keep their shape keep their
-devices, and the rest fits around them. Then small jobs give way greedily. Last, an integer program
-(`fewest_moves`) finds the cheapest set of jobs to move. Kinds are independent of each other.
+Four methods are tried in turn until every job is placed. First all jobs that keep their shape keep their
+devices, and the rest fits around them. Then small jobs give way greedily. Then an integer program
+(`fewest_moves`) finds the cheapest set of jobs to move. Last, all jobs are placed anew (`packing`), which
+moves more of them, but finds room for odd sizes. Kinds are independent of each other.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxgoodput.cluster.scheduler.placement.board import Board, Request
 from jaxgoodput.cluster.scheduler.placement.fewest_moves import fewest_moves
+from jaxgoodput.cluster.scheduler.placement.packing import JobParts, pack
 from jaxgoodput.cluster.scheduler.policy import JobView
-from jaxgoodput.cluster.scheduler.shapes import node_size, shape_of
+from jaxgoodput.cluster.scheduler.shapes import chunks, node_size, shape_of
 from jaxgoodput.specs import Allocation, ClusterSpec, Node, Shape
 
 LEAST_PRICE = 1e-3  # seconds; a job whose restart is free is still not moved without need
@@ -31,8 +33,8 @@ def place(
 ) -> dict[str, Allocation]:
     """Return devices, exactly of the wanted shape, for every job in `wanted`, moving the fewest jobs.
 
-    Shapes that satisfy `capacity_rows` are placed completely. A job that does not fit is left out of the
-    answer: beyond the capacity, of a size such as 3 that leaves holes, or bound to one topology domain.
+    Shapes that satisfy `capacity_rows` are placed completely, if they are powers of two or whole nodes and
+    not bound to a topology domain. A job that does not fit is left out of the answer.
 
     `wanted` maps job ids to shapes. With `keep=False` every job is placed afresh. Jobs with the same entry in
     `share_groups` (id -> group) get the same devices, so they must want the same shape. The price of moving a
@@ -135,12 +137,43 @@ def _fill_kind(
         return greedy  # at least one must move, and none is cheaper
     exact, pending = _keep_all(nodes, requests, exclusive)
     gone = fewest_moves(exact, pending, time_limit_s=time_limit_s)
-    if gone is None:
-        return greedy
-    moved = [exact.release(key) for key in sorted(gone)]
-    exact_left_out = exact.fill([*pending, *moved], move=False)
-    better = (len(exact_left_out), _moved_price(exact, kept)) < (len(left_out), price)
-    return exact if better else greedy
+    best = greedy
+    if gone is not None:
+        moved = [exact.release(key) for key in sorted(gone)]
+        exact_left_out = exact.fill([*pending, *moved], move=False)
+        if (len(exact_left_out), _moved_price(exact, kept)) < (len(left_out), price):
+            best, left_out = exact, exact_left_out
+    anew = _placed_anew(nodes, requests) if left_out and not exclusive else None
+    return best if anew is None else anew
+
+
+def _placed_anew(nodes: list[Node], requests: list[Request]) -> Board | None:
+    """Return a board with all requests, wherever they were before; None if `pack` finds no room for all."""
+    board = Board(nodes)
+    order = sorted(requests, key=lambda r: (-r.shape.num_devices, r.level is None, r.key))
+    sizes = [tuple(chunks(request.shape, board.node_size)) for request in order]
+    wanted = [
+        JobParts(
+            sizes=its,
+            domains=None if r.level is None else tuple(board.domain_ids(r.level).tolist()),
+            own=frozenset(board.index[name] for name in r.previous if name in board.index),
+        )
+        for r, its in zip(order, sizes, strict=True)
+    ]
+    found = pack(board.free.tolist(), wanted)
+    if found is None:
+        return None
+    where = [dict(zip(its, size, strict=True)) for its, size in zip(found, sizes, strict=True)]
+    # Jobs that stay on their nodes take their devices first, so that they do not move at all.
+    stays = [
+        r.keeps and {board.index.get(n, -1): len(d) for n, d in r.previous.items()} == counts
+        for r, counts in zip(order, where, strict=True)
+    ]
+    for is_first in (True, False):
+        for request, counts, stay in zip(order, where, stays, strict=True):
+            if stay == is_first and not (stay and board.keep(request)):
+                board.take_parts(request, counts)
+    return board
 
 
 def _moved_price(board: Board, kept: Iterable[Request]) -> float:

@@ -19,7 +19,8 @@ other jobs measured (`with_usual_kinds`), and tables that contradict themselves 
 
 Some jobs run whatever they are worth: as many of a tenant's jobs as it is guaranteed devices (`tenants.py`),
 jobs that must run to meet their deadlines (`deadlines.py`), and jobs that have had far less than an equal
-share (`guarantee.py`). While nothing happens, nothing changes (`steady.py`).
+share (`guarantee.py`). What is chosen is placed, and moving a job so that others fit costs its restart
+(`placeable.py`). While nothing happens, nothing changes (`steady.py`).
 """
 
 import math
@@ -35,6 +36,7 @@ from jaxgoodput.cluster.scheduler.policies.deadlines import (
     with_deadlines,
 )
 from jaxgoodput.cluster.scheduler.policies.guarantee import claims_of, due, with_due
+from jaxgoodput.cluster.scheduler.policies.placeable import PlacingRules, choose_placeable
 from jaxgoodput.cluster.scheduler.policies.promises import promises
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
 from jaxgoodput.cluster.scheduler.policies.steady import as_of_last_event
@@ -46,6 +48,7 @@ from jaxgoodput.cluster.scheduler.policies.tenants import (
     with_tenants,
 )
 from jaxgoodput.cluster.scheduler.policies.transitions import (
+    cost_of_move,
     lost_by_change,
     too_young_to_pause,
     worth_of_no_pause,
@@ -127,28 +130,27 @@ class Goodput:
             problem = replace(problem, goodput=shrunk_tables(problem))
         problem = replace(problem, goodput=with_usual_kinds(problem))
         utility = self._utility(problem)
-        is_due = due(problem, self.guaranteed, self.patience_s)
+        turns = due(problem, self.guaranteed, self.patience_s)
         deadlines = deadlines_of(problem)
-        own = _guaranteed_claims(problem, utility, is_due, deadlines)
+        own = _guaranteed_claims(problem, utility, turns.due, deadlines)
         promised = promises(
             problem,
-            [*own.claims, *deadlines.claims, *claims_of(problem, is_due)],
+            [*own.claims, *deadlines.claims, *claims_of(problem, turns)],
             problem.restoring(),
             too_young_to_pause(problem, self.least_run),
         )
-        choice = problem.choose(
-            np.where(promised.allowed, utility, np.nan),
-            pinned=promised.pinned,
-            at_least=promised.at_least,
-            start=promised.granted if own.claims else None,
+        rules = PlacingRules(
+            move_cost=cost_of_move(problem, utility),
             relative_gap=self.relative_gap,
             time_limit_s=self.time_limit_s,
         )
-        decision = problem.decide(choice)
+        start = promised.granted if own.claims else None
+        choice, placed = choose_placeable(problem, utility, promised, rules, start=start)
+        decision = problem.decide(choice, placed=placed)
         if cluster.tenants:
             decision = with_tenants(decision, problem, own)
         decision = with_deadlines(decision, problem, choice, deadlines)
-        return with_due(decision, problem, is_due)
+        return with_due(decision, problem, turns.due)
 
     def _utility(self, problem: ShapeProblem) -> np.ndarray:
         """Return [jobs, shapes] what each job adds to the objective with each shape; NaN = not allowed."""

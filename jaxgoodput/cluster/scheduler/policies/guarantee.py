@@ -4,14 +4,18 @@ Utility counts jobs, so many small jobs outbid a large one in every round. An eq
 job the same part of its life on the fewest devices that it accepts, by weight: part = w C / sum_j w_j n_j,
 at most 1, for C devices and jobs that need n_j. A job older than a patience is *due* if it has run for less
 than a guaranteed share of part x age. It stays due until it has had twice that, so it is not interrupted at
-once; if jobs alternate, they do so in stretches that grow with their age.
+once; if jobs alternate, they do so in stretches that grow with their age. So that they do not grow for ever,
+a job is also due once it has waited, without a break, for twice the patience times the number of clusters
+that all jobs together would fill; turns of one patience each would come in half of that.
 
-Due jobs are served in order of submission, before jobs that are restarting or began lately. So the oldest
-waiting job runs at once if it does not fit beside others. A younger one waits only for the jobs before it,
-and these together take less than all of the time, because each takes at most twice its guaranteed share.
+Due jobs are served before jobs that are restarting or began lately: first the ones that have waited too long,
+then the others in order of submission. So the oldest waiting job runs at once if it does not fit beside
+others. A younger one waits only for the jobs before it, and these together take less than all of the time,
+because each takes at most twice its guaranteed share. Only devices that a job really had count: a promise
+that cannot be placed beside those before it is not kept (`placeable.py`), and its job stays due.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,32 +24,58 @@ from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
 from jaxgoodput.cluster.scheduler.policy import Decision
 from jaxgoodput.cluster.scheduler.shapes import capacity
 
+TOO_LONG = 2.0  # patiences per cluster full of jobs; with 1, average times grow by up to 3 %
 
-def due(problem: ShapeProblem, guaranteed: float, patience_s: float) -> np.ndarray:
-    """Return [jobs] bool: older than `patience_s`, and behind the share `guaranteed` of an equal part.
 
-    A waiting job is behind below `guaranteed` of its part, a running job below twice that.
+@dataclass(frozen=True, kw_only=True)
+class DueJobs:
+    """The jobs that must run now, because they have had too little."""
+
+    due: np.ndarray
+    """[jobs] bool."""
+    waited_s: np.ndarray
+    """[jobs] seconds since the job last had devices; 0 unless it has waited too long."""
+
+
+def due(problem: ShapeProblem, guaranteed: float, patience_s: float) -> DueJobs:
+    """Return the jobs that are older than `patience_s` and behind the share `guaranteed` of an equal part.
+
+    A waiting job is behind below `guaranteed` of its part, a running job below twice that. A job that has
+    waited too long is due, too.
     """
-    if not problem.goodput.size:
-        return np.zeros(len(problem.jobs), bool)
+    nothing = np.zeros(len(problem.jobs))
+    if not problem.goodput.size or guaranteed <= 0.0:
+        return DueJobs(due=nothing > 0.0, waited_s=nothing)
     fewest = np.where(np.isnan(problem.goodput), np.inf, problem.devices).min(1)
     can = np.isfinite(fewest)
     fewest = np.where(can, fewest, 1.0)
     weight = problem.weight()
+    num_devices = sum(capacity(problem.cluster).values())
     wanted = float((weight * fewest)[can].sum())
-    part = np.minimum(weight * sum(capacity(problem.cluster).values()) / max(wanted, 1e-9), 1.0)
+    part = np.minimum(weight * num_devices / max(wanted, 1e-9), 1.0)
     counted_s = np.array([sum(v.fraction_received_s.values()) for v in problem.jobs], np.float64)
     ran_s = np.where(counted_s > 0.0, counted_s, problem.received_s() / fewest)
     share = np.where(problem.running, 2.0 * guaranteed, guaranteed)
     age_s = problem.age_s()
-    return can & (age_s > patience_s) & (ran_s < share * part * age_s)
+    behind = can & (age_s > patience_s) & (ran_s < share * part * age_s)
+    clusters = max(float(fewest[can].sum()) / max(num_devices, 1), 1.0)
+    waited_s = np.where(can, problem.waited_s(), 0.0)
+    waited_s = np.where(waited_s > TOO_LONG * patience_s * clusters, waited_s, 0.0)
+    return DueJobs(due=behind | (waited_s > 0.0), waited_s=waited_s)
 
 
-def claims_of(problem: ShapeProblem, is_due: np.ndarray) -> list[Claim]:
-    """Return claims, by which due jobs must run, the oldest job first: any of its shapes, smallest first."""
+def claims_of(problem: ShapeProblem, turns: DueJobs) -> list[Claim]:
+    """Return claims, by which due jobs must run: on any of their shapes, the smallest first.
+
+    Jobs that have waited too long come first, the longest wait first, then the others by age.
+    """
     order = sorted(
-        np.flatnonzero(is_due).tolist(),
-        key=lambda i: (problem.jobs[i].submitted_s, problem.jobs[i].spec.id),
+        np.flatnonzero(turns.due).tolist(),
+        key=lambda i: (
+            -turns.waited_s[i],
+            problem.jobs[i].submitted_s,
+            problem.jobs[i].spec.id,
+        ),
     )
     return [Claim(i, problem.sizes(i)) for i in order]
 

@@ -36,6 +36,8 @@ class Promises(NamedTuple):
     """[jobs, shapes] bool: False if a granted claim of the job does not name the shape."""
     granted: np.ndarray
     """[jobs] shapes that keep all promises, -1 = none."""
+    order: tuple[int, ...] = ()
+    """Jobs with a promise, the ones whose promise counts most first."""
 
 
 def promises(
@@ -49,7 +51,10 @@ def promises(
         allowed = np.ones(problem.goodput.shape, bool)
         # All of these jobs run at present, so their shapes fit together.
         granted = np.where(young | (restoring >= 0), problem.present, -1)
-        return Promises(restoring, young & (restoring < 0), allowed, granted)
+        order = [*np.flatnonzero(restoring >= 0), *np.flatnonzero(young & (restoring < 0))]
+        return Promises(
+            restoring, young & (restoring < 0), allowed, granted, tuple(map(int, order))
+        )
     grants = _Grants(problem, restoring)
     for claim in claims:
         grants.grant(claim)
@@ -59,7 +64,15 @@ def promises(
     for i in np.flatnonzero(young & (restoring < 0) & (grants.granted < 0)).tolist():
         grants.take(i, problem.sizes(i))
     at_least = (grants.granted >= 0) & (grants.pinned < 0)
-    return Promises(grants.pinned, at_least, grants.allowed, grants.granted)
+    order = dict.fromkeys(
+        [
+            *(claim.job for claim in claims),
+            *np.flatnonzero(restoring >= 0).tolist(),
+            *np.flatnonzero(young).tolist(),
+        ]
+    )
+    order = tuple(i for i in order if grants.granted[i] >= 0)
+    return Promises(grants.pinned, at_least, grants.allowed, grants.granted, order)
 
 
 class _Grants:

@@ -129,6 +129,19 @@ class ShapeProblem:
         submitted_s = np.array([view.submitted_s for view in self.jobs], np.float64)
         return np.maximum(self.now_s - submitted_s, 0.0)
 
+    def waited_s(self) -> np.ndarray:
+        """Return [jobs] seconds since a waiting job was paused, or submitted if it never ran.
+
+        The result is 0 for a running job, and for one that was paused at an unknown time.
+        """
+        never_ran = ~self.running & ~self.paused()
+        since_s = [
+            view.submitted_s if never else self.now_s if view.paused_s is None else view.paused_s
+            for view, never in zip(self.jobs, never_ran.tolist(), strict=True)
+        ]
+        waited_s = np.maximum(self.now_s - np.array(since_s, np.float64), 0.0)
+        return np.where(self.running, 0.0, waited_s)
+
     def restart_s(self) -> np.ndarray:
         """Return [jobs] the estimated seconds that a change of allocation costs."""
         return np.array([view.restart_s for view in self.jobs], np.float64)
@@ -196,20 +209,36 @@ class ShapeProblem:
             time_limit_s=time_limit_s,
         )
 
-    def decide(self, choice: Choice, *, one_multi_node_job_per_node: bool = False) -> Decision:
-        """Return a decision: the chosen shapes placed on devices of nodes, and a reason for every job."""
-        wanted = {
+    def wanted(self, choice: Choice) -> dict[str, Shape]:
+        """Return the chosen shapes, by job id."""
+        return {
             view.spec.id: self.shapes[index]
             for view, index in zip(self.jobs, choice.shape, strict=True)
             if index >= 0
         }
-        allocations = place(
-            wanted,
-            self.jobs,
-            self.cluster,
-            one_multi_node_job_per_node=one_multi_node_job_per_node,
-        )
+
+    def decide(
+        self,
+        choice: Choice,
+        *,
+        placed: Mapping[str, Allocation] | None = None,
+        one_multi_node_job_per_node: bool = False,
+    ) -> Decision:
+        """Return a decision: the chosen shapes placed on devices of nodes, and a reason for every job.
+
+        `placed`: the devices of every job of the choice, if they are known.
+        """
+        wanted = self.wanted(choice)
+        allocations = placed
+        if allocations is None:
+            allocations = place(
+                wanted,
+                self.jobs,
+                self.cluster,
+                one_multi_node_job_per_node=one_multi_node_job_per_node,
+            )
         used_up = self._used_up(choice)
+        left = self._left(allocations)
         reasons = {}
         for row, view in enumerate(self.jobs):
             id_ = view.spec.id
@@ -219,13 +248,23 @@ class ShapeProblem:
                 said = shape_in_words(wanted[id_])
                 reasons[id_] = f"waits: {said} do not fit beside jobs that were placed before it"
             else:
-                reasons[id_] = f"waits: {self._why_waits(row, used_up[row])}"
+                reasons[id_] = f"waits: {self._why_waits(row, used_up[row], left)}"
         return Decision(
             allocations=allocations,
             reasons=reasons,
             objective=choice.objective,
             bound=choice.bound,
         )
+
+    def _left(self, allocations: Mapping[str, Allocation]) -> dict[str, int]:
+        """Return the number of devices of each kind that no job gets."""
+        free = capacity(self.cluster)
+        kind_of = {node.name: node.kind for node in self.cluster.nodes if node.state == "up"}
+        for given in allocations.values():
+            for name, local in given.devices.items():
+                if name in kind_of:
+                    free[kind_of[name]] -= len(local)
+        return free
 
     def _used_up(self, choice: Choice) -> list[Limit | None]:
         """Return, for every job, the first limit that leaves it no shape beside what was chosen."""
@@ -242,7 +281,7 @@ class ShapeProblem:
                 found[job] = found[job] or limit
         return found
 
-    def _why_waits(self, row: int, used_up: Limit | None) -> str:
+    def _why_waits(self, row: int, used_up: Limit | None, left: Mapping[str, int]) -> str:
         view = self.jobs[row]
         sizes = self.sizes(row)
         if not sizes:
@@ -256,6 +295,12 @@ class ShapeProblem:
             return f"its tenant {tenant!r} has {quota} devices of its quota left; it needs at least {least}"
         if used_up is not None:
             return f"{used_up.said}, leaves it no shape"
+        kind = self.shapes[sizes[0]].kind
+        if left[kind] >= least:
+            return (
+                f"{left[kind]} devices of kind {kind} are free, but not together as "
+                f"{shape_in_words(self.shapes[sizes[0]])}, and making room would cost others more"
+            )
         return "other jobs make better use of every device that it could have"
 
     def _why(self, row: int, shape: int, allocations: Mapping[str, Allocation]) -> str:

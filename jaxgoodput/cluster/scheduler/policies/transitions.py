@@ -44,6 +44,16 @@ def lost_by_change(problem: ShapeProblem, kind_change: float) -> np.ndarray:
     return np.where(problem.changes, lost, 0.0)
 
 
+def cost_of_move(problem: ShapeProblem, utility: np.ndarray) -> np.ndarray:
+    """Return [jobs] what a job loses by moving to other devices of its present shape; 0 if it has none."""
+    if not utility.size:
+        return np.zeros(len(utility))
+    lost = np.minimum(problem.restart_s() / expected_stay_s(problem), MOST_LOST)
+    present = utility[np.arange(len(utility)), problem.present]
+    held = problem.running & (problem.present >= 0) & ~np.isnan(present)
+    return np.where(held, lost * np.maximum(np.nan_to_num(present), 0.0), 0.0)
+
+
 def worth_of_no_pause(
     problem: ShapeProblem, worth: np.ndarray, usual: np.ndarray, restarts: float
 ) -> np.ndarray:

@@ -12,9 +12,9 @@ from jaxgoodput.cluster.catalogue import PolicyEntry, catalogue
 from jaxgoodput.cluster.scheduler.explain import Explanation, explain
 from jaxgoodput.cluster.scheduler.policy import JobView, Plan
 from jaxgoodput.cluster.scheduler.reconcile import reconcile
-from jaxgoodput.cluster.scheduler.shapes import shape_of, shapes
+from jaxgoodput.cluster.scheduler.shapes import own_shapes, shape_of, shapes
 from jaxgoodput.cluster.service.decisions.request import DecisionRequest, RequestedJob
-from jaxgoodput.cluster.service.planning.decide import packed_shapes, rigid_spec
+from jaxgoodput.cluster.service.planning.decide import rigid_spec
 from jaxgoodput.cluster.service.planning.tables import GoodputTable, table_of
 from jaxgoodput.cluster.service.record.state import JobEntry
 from jaxgoodput.cluster.service.wire import HeldDevices, Submission
@@ -116,15 +116,13 @@ def _views(request: DecisionRequest, named: PolicyEntry) -> tuple[JobView, ...]:
     cluster = request.cluster
     kind_of = {node.name: node.kind for node in cluster.nodes}
     held = {shape_of(job.allocation, kind_of) for job in request.jobs}
-    offered = tuple(sorted({*shapes(cluster), *(shape for shape in held if shape is not None)}))
+    offered = {*shapes(cluster), *(shape for shape in held if shape is not None)}
     views = []
     for job in request.jobs:
-        spec, more = job.spec, ()
+        spec = job.spec
         if named.mode != "adaptive":
             spec = rigid_spec(spec, job.devices_per_process, cluster)
-        if spec.mode == "rigid":
-            more = packed_shapes(cluster, spec.num_devices or 1)
-        table = _table(job, spec, (*offered, *more), request.now_s)
+        table = _table(job, spec, sorted(offered | own_shapes(cluster, spec)), request.now_s)
         views.append(_view(job, spec, table, request))
     return tuple(views)
 
@@ -170,6 +168,7 @@ def _view(
         goodput_error=table.error,
         submitted_s=job.submitted_s,
         since_s=job.since_s,
+        paused_s=job.paused_s,
         restoring_until_s=job.restoring_until_s,
         num_restarts=job.num_restarts,
         restart_s=job.restart_s,

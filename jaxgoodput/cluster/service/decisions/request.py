@@ -51,6 +51,8 @@ class RequestedJob(JobSpec):
     """Local indices of the devices that it has at present, by node; empty: it waits."""
     since_s: float | None = None
     """When it got these devices; None if it waits."""
+    paused_s: float | None = None
+    """When it lost its last devices, if it waits; None: it never had any, or runs."""
     goodput: tuple[GoodputEntry, ...] = ()
     """Its goodput by shape; a missing shape is not allowed. Empty: it follows from the hints, or is
     assumed."""
@@ -89,6 +91,7 @@ class RequestedJob(JobSpec):
         numbers = (
             "submitted_s",
             "since_s",
+            "paused_s",
             "remaining",
             "restart_s",
             "num_restarts",

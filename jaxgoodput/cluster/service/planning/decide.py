@@ -16,7 +16,13 @@ from jaxgoodput.cluster.scheduler.explain import explain
 from jaxgoodput.cluster.scheduler.policy import AvoidedNode, JobView, Plan
 from jaxgoodput.cluster.scheduler.reconcile import reconcile
 from jaxgoodput.cluster.scheduler.restart_estimate import estimated_restart_s
-from jaxgoodput.cluster.scheduler.shapes import shape_in_words, shape_of, shapes
+from jaxgoodput.cluster.scheduler.shapes import (
+    own_shapes,
+    shape_in_words,
+    shape_of,
+    shapes,
+    size_limits,
+)
 from jaxgoodput.cluster.service.planning.tables import GoodputTable, table_of
 from jaxgoodput.cluster.service.record import faults
 from jaxgoodput.cluster.service.record.commands import CommandRefused
@@ -63,14 +69,17 @@ def views_of(
         return ()
     kind_of = state.kind_of
     held = (shape_of(e.allocation.devices, kind_of) for e in state.active.values())
-    offered = tuple(sorted({*shapes(cluster), *(s for s in held if s is not None)}))
+    offered = {*shapes(cluster), *(s for s in held if s is not None)}
     used = _used_by_tenant(state, now_s, rules.half_life_s) if rules.sharing.tenants else {}
     views, reported = [], faults.in_force(state.faults, now_s)
+    own: dict[tuple, set[Shape]] = {}  # by what it depends on: the job's limits on sizes and kinds
     for entry in map(_without_released, state.active.values()):
         entry = entry if rules.named.mode == "adaptive" else _rigid(entry, cluster)
         spec = entry.spec
-        more = packed_shapes(cluster, spec.num_devices or 1) if spec.mode == "rigid" else ()
-        table = _table(entry, (*offered, *more), now_s, tables)
+        limits = (*size_limits(spec), spec.kinds)
+        if limits not in own:
+            own[limits] = own_shapes(cluster, spec)
+        table = _table(entry, sorted(offered | own[limits]), now_s, tables)
         view = _view(counted_until(now_s, entry, kind_of), table, now_s, rules, used)
         if reported:
             avoids = _with_others(avoided_by(reported, spec.id, now_s), cluster)
@@ -159,8 +168,10 @@ def _view(
         allocation=entry.allocation,
         goodput=table.goodput,
         goodput_error=table.error,
+        devices_per_process=entry.submission.devices_per_process,
         submitted_s=entry.submitted_s,
         since_s=entry.since_s,
+        paused_s=_paused_s(entry),
         restoring_until_s=until_s if until_s is not None and until_s > now_s else None,
         num_restarts=entry.num_changes,
         restart_s=restart_s,
@@ -173,14 +184,11 @@ def _view(
     )
 
 
-def packed_shapes(cluster: ClusterSpec, size: int) -> set[Shape]:
-    """Return, for each kind of device, the shape of `size` devices on as few nodes as possible."""
-    found = set()
-    for kind in {node.kind for node in cluster.nodes}:
-        each = max(node.num_devices for node in cluster.nodes if node.kind == kind)
-        if each:
-            found.add(Shape(kind, min(-(-size // each), size), size))
-    return found
+def _paused_s(entry: JobEntry) -> float | None:
+    """Return when a waiting job lost its last devices; None if it had none, or runs."""
+    if entry.allocation.devices or not entry.past:
+        return None
+    return entry.past[-1].end_s
 
 
 def _used_by_tenant(state: State, now_s: float, half_life_s: float) -> dict[str, float]:

@@ -141,5 +141,15 @@ def main(arguments: list[str], lines: TextIO, out: TextIO) -> int:
     return 0
 
 
+def answers_apart() -> TextIO:
+    """Return the standard output for answers alone; all else that the process prints goes to standard error.
+
+    The solver, which is written in C++, sometimes prints a line of its own.
+    """
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return out
+
+
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:], sys.stdin, sys.stdout))
+    raise SystemExit(main(sys.argv[1:], sys.stdin, answers_apart()))

@@ -4,14 +4,20 @@ Each layout that a job has measured keeps the number of devices that share one r
 replicas as there is room for. The table takes, for each shape, the best layout with its best batch.
 
 A job that cannot report, or has not measured enough yet, is assumed to scale linearly, up to twice the
-largest number of devices that it has run on. If the job will report, it grows only after its first steps.
+largest number of devices that it has run on. If the job will report, it grows only after its first steps. An
+elastic job, whose batch is fixed, may have any of its sizes at once: until it has measured, it is assumed to
+scale like most jobs (`scheduler/priors.py`).
 """
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxgoodput.cluster.scheduler.priors import assumed_goodput
+from jaxgoodput.cluster.scheduler.shapes import chunks
 from jaxgoodput.cluster.service.record.state import JobEntry
 from jaxgoodput.goodput.efficiency import GradGroups
 from jaxgoodput.goodput.model import GoodputModel
@@ -21,6 +27,7 @@ from jaxgoodput.specs import Hints, LayoutHints, Shape
 
 GROWTH = 2.0  # a table extends to this multiple of the largest size that a job has run on
 SEEN_S = 30.0  # a job that reports nothing has run on a size if it held it this long
+SAME_BATCH = 0.1  # by which an elastic job's batch may differ, since not all devices divide it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +46,33 @@ def table_of(entry: JobEntry, offered: Sequence[Shape], now_s: float) -> Goodput
     hints = entry.hints
     shapes = _allowed(entry, offered)
     largest = max(_seen(entry, now_s), 0 if hints is None else hints.largest)
-    if entry.spec.mode != "adaptive":
+    if entry.spec.mode == "rigid":
         return _linear(shapes, largest)
+    if entry.spec.mode == "elastic":
+        return _elastic(hints, shapes, largest)
     if hints is not None and hints.layouts and hints.grad_sqr:
         return _measured(hints, shapes, largest)
     return _unmeasured(entry, shapes, largest)
+
+
+def _elastic(hints: Hints | None, shapes: Sequence[Shape], largest: int) -> GoodputTable:
+    """Return the table of a job whose batch is fixed: as measured, or as it is assumed before."""
+    if hints is not None and hints.layouts:
+        batch = hints.global_batch_size or hints.base_batch_size
+        fixed = dataclasses.replace(
+            hints,
+            base_batch_size=batch,
+            min_global_batch_size=max(math.ceil((1.0 - SAME_BATCH) * batch), 1),
+            max_global_batch_size=math.floor((1.0 + SAME_BATCH) * batch),
+            # Without noise all batches this close are worth the same.
+            grad_sqr=hints.grad_sqr or (1.0,),
+            grad_var=hints.grad_var or (0.0,),
+        )
+        found = _measured(fixed, shapes, largest)
+        if found.goodput:
+            return found
+    assumed = {shape: assumed_goodput(shape) for shape in shapes}
+    return GoodputTable(goodput=assumed, largest=largest)
 
 
 def _unmeasured(entry: JobEntry, shapes: Sequence[Shape], largest: int) -> GoodputTable:
@@ -67,12 +96,21 @@ def _allowed(entry: JobEntry, offered: Sequence[Shape]) -> list[Shape]:
     least = spec.num_devices if is_rigid else spec.min_devices
     most = spec.num_devices if is_rigid else spec.max_devices
     assert least is not None and most is not None  # JobSpec checks this
+    node_size: dict[str, int] = {}
+    for shape in offered:
+        if shape.num_nodes == 1:
+            node_size[shape.kind] = max(shape.num_devices, node_size.get(shape.kind, 0))
+
+    def parts(shape: Shape) -> list[int]:
+        even = -(-shape.num_devices // shape.num_nodes)
+        return chunks(shape, node_size.get(shape.kind, even))
+
     return [
         shape
         for shape in offered
         if least <= shape.num_devices <= most
-        and shape.num_devices % (shape.num_nodes * each) == 0
         and (spec.kinds is None or shape.kind in spec.kinds)
+        and all(part % each == 0 for part in parts(shape))
     ]
 
 

@@ -77,6 +77,7 @@ class JobViews:
             goodput_error=error,
             submitted_s=job.trace.submit_s,
             since_s=job.since_s,
+            paused_s=job.intervals[-1].end_s if job.intervals and not job.running else None,
             restoring_until_s=now_s + job.restart.left_s if restoring else None,
             num_restarts=job.restart.count,
             restart_s=restart_s,
