@@ -34,8 +34,8 @@ def pack(free: Sequence[int], jobs: Sequence[JobParts]) -> list[list[int]] | Non
     `free`: free devices of each node. The parts of a job lie on different nodes. Jobs are placed in the given
     order; the largest first is fastest.
 
-    >>> pack([4, 3], [JobParts((2,), None, frozenset()), JobParts((3,), None, frozenset())])
-    [[0], [1]]
+    >>> pack([4, 3], [JobParts((2,), None, frozenset()), JobParts((4,), None, frozenset())])
+    [[1], [0]]
     """
     if sum(len(job.sizes) for job in jobs) > MOST_PARTS:
         return None
