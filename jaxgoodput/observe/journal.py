@@ -359,21 +359,26 @@ def read(
     order = LineOrder()
     for segment in segments(path) or [pathlib.Path(path)]:
         for number, raw in enumerate(_lines(segment), start=1):
-            where = f"{segment.name}:{number}"
-            fields = _parsed(raw)
-            record = None if fields is None else _record(fields, where)
-            if fields is None or record is None:
-                if raw.strip():
-                    order.unreadable()
-                    on_damage(where, "the line was changed or cut, and is left out")
-                continue
-            problem = order.problem(fields)
+            record, problem = _record_at(f"{segment.name}:{number}", raw, order)
             if problem is not None:
-                on_damage(where, problem)
-            if problem is not REPEATED:
+                on_damage(f"{segment.name}:{number}", problem)
+            if record is not None:
                 records.append(record)
     _mark_undone(records)
     return [record for record in records if keep_undone or not record.undone]
+
+
+def _record_at(where: str, raw: bytes, order: LineOrder) -> tuple[Record | None, str | None]:
+    """Return the record of a line, None if it does not count, and what is wrong with the line, if any."""
+    if not raw.strip():
+        return None, None
+    fields = _parsed(raw)
+    record = None if fields is None else _record(fields, where)
+    if fields is None or record is None:
+        order.unreadable()
+        return None, "the line was changed or cut, and is left out"
+    problem = order.problem(fields)
+    return (None if problem is REPEATED else record), problem
 
 
 def _mark_undone(records: list[Record]) -> None:

@@ -52,17 +52,21 @@ def kept_nodes(
     late = [view for view in waiting if now_s - since[view.spec.id] > PATIENCE_S]
     free, every = Domains(offered), Domains(cluster)
     for view in sorted(late, key=lambda view: (since[view.spec.id], view.spec.id)):
-        level = view.spec.level
-        shapes = sorted(
-            (s for s in view.goodput if takes(view.spec, s) and every.fits(s, level)),
-            key=lambda s: (s.num_devices, s),
-        )
-        if not shapes or any(free.fits(shape, level) for shape in shapes):
-            continue
-        nodes = _fewest_held(shapes[0], level, cluster, offered)
-        waited_s = now_s - since[view.spec.id]
-        return KeptNodes(job=view.spec.id, nodes=nodes, waited_s=waited_s)
+        least = _least_without_room(view, free, every)
+        if least is not None:
+            nodes = _fewest_held(least, view.spec.level, cluster, offered)
+            waited_s = now_s - since[view.spec.id]
+            return KeptNodes(job=view.spec.id, nodes=nodes, waited_s=waited_s)
     return None
+
+
+def _least_without_room(view: JobView, free: Domains, every: Domains) -> Shape | None:
+    """Return a job's least shape; None if the free devices hold one of its shapes, or the cluster none."""
+    level = view.spec.level
+    shapes = [s for s in view.goodput if takes(view.spec, s) and every.fits(s, level)]
+    if not shapes or any(free.fits(shape, level) for shape in shapes):
+        return None
+    return min(shapes, key=lambda s: (s.num_devices, s))
 
 
 def _waits_since_s(view: JobView, now_s: float) -> float:

@@ -29,7 +29,14 @@ from jaxgoodput.cluster.scheduler.limits import (
     use_by_tenant,
 )
 from jaxgoodput.cluster.scheduler.placement.placement import allocation_of
-from jaxgoodput.cluster.scheduler.policy import Decision, JobView, Plan, Policy, SolverError
+from jaxgoodput.cluster.scheduler.policy import (
+    AvoidedNode,
+    Decision,
+    JobView,
+    Plan,
+    Policy,
+    SolverError,
+)
 from jaxgoodput.cluster.scheduler.shapes import devices_in_words, domain_of, size_limits
 from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node
 
@@ -201,12 +208,7 @@ class _Round:
         # Each avoids other nodes, so they are asked for one by one.
         for id_ in sorted(without & reduced):
             avoids, why = self.fixed.views[id_].avoids, self.reasons[id_]
-            useless: Devices = {
-                node.name: set(range(node.num_devices))
-                for node in cluster.nodes
-                if node.name in avoids and not avoids[node.name].is_usable
-            }
-            self.ask([id_], self.rest(ids, cluster, useless))
+            self.ask([id_], self.rest(ids, cluster, _useless(cluster, avoids)))
             if not self.allocations[id_].devices:
                 self.reasons[id_] = why
 
@@ -344,3 +346,12 @@ def _plan(jobs: Sequence[JobView], answers: _Round, solved_s: float, next_solve_
         objective=answers.objective,
         bound=answers.bound,
     )
+
+
+def _useless(cluster: ClusterSpec, avoids: Mapping[str, AvoidedNode]) -> Devices:
+    """Return the devices of the nodes that a job cannot use."""
+    return {
+        node.name: set(range(node.num_devices))
+        for node in cluster.nodes
+        if node.name in avoids and not avoids[node.name].is_usable
+    }

@@ -251,9 +251,14 @@ def allowed(
         levels = np.array([view.spec.level for view in jobs], object)
         domains = Domains(cluster)
         for level in sorted(set(levels) - {None}):
-            several = (shape.num_nodes == 1 or domains.fits(shape, level) for shape in shapes)
-            mask[levels == level] &= np.fromiter(several, bool, len(shapes))
+            mask[levels == level] &= _hold(domains, shapes, level)
     return mask
+
+
+def _hold(domains: "Domains", shapes: Sequence[Shape], level: str) -> Bool[np.ndarray, " shapes"]:
+    """Return which shapes lie on one node, or fit into a domain of a level."""
+    held = (shape.num_nodes == 1 or domains.fits(shape, level) for shape in shapes)
+    return np.fromiter(held, bool, len(shapes))
 
 
 def domain_of(node: Node, level: str) -> str:

@@ -103,12 +103,7 @@ def decision_at(
     """
     settings = Settings() if settings is None else settings
     world = _World(jobs, cluster, policy, truth, settings, SystemClock())
-    found: SimulatedDecision | None = None
-    for _ in world.steps():
-        if world.last is not None and world.last.now_s <= at_s:
-            found = world.last
-        if world.now_s > at_s:
-            break
+    found = _last_decision(world, at_s)
     if not world.workload.num_left and world.now_s < at_s:
         raise ValueError(
             f"all {len(jobs)} jobs were done by {world.now_s:,.0f} s. Name an earlier time."
@@ -120,6 +115,17 @@ def decision_at(
             "later time."
         )
     return found, None if added is None else world.newcomer(added, found.now_s)
+
+
+def _last_decision(world: "_World", at_s: float) -> SimulatedDecision | None:
+    """Run a world until a time; return its last decision up to then."""
+    found: SimulatedDecision | None = None
+    for _ in world.steps():
+        if world.last is not None and world.last.now_s <= at_s:
+            found = world.last
+        if world.now_s > at_s:
+            break
+    return found
 
 
 class _World:

@@ -241,9 +241,7 @@ def tryout(trainer: Trainer, *, time_s: float = TIME_S, clock: Clock | None = No
         source = repeatable(trainer.dataset(), "tryout")
         num_samples = math.inf if is_endless(source) else float(len(source))
         trainer.dataset = lambda: source
-        length = own.base_steps
-        if length is None and own.epochs is not None and math.isfinite(num_samples):
-            length = own.epochs * num_samples / own.batch.base
+        length = _length(own, num_samples)
         # The noise and the time of the base batch come from runs of one length: a schedule is part of the
         # program, which need not be compiled twice then.
         own = own if (length or 0) >= LONG_ENOUGH else _extended(own)
@@ -272,6 +270,13 @@ def tryout(trainer: Trainer, *, time_s: float = TIME_S, clock: Clock | None = No
         num_noise_steps=num_noise_steps,
         base_steps=length,
     )
+
+
+def _length(own: Config, num_samples: float) -> float | None:
+    """Return the length of the task's own run in base steps; None if it is not known."""
+    if own.base_steps is None and own.epochs is not None and math.isfinite(num_samples):
+        return own.epochs * num_samples / own.batch.base
+    return own.base_steps
 
 
 def _refusal(trainer: Trainer, own: Config) -> str:

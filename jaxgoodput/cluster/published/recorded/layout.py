@@ -111,15 +111,7 @@ def columns_layout(
     >>> columns_layout("submit=at,devices=gpus,start=begin,end=finish").names
     ('at', 'begin', 'finish', 'gpus')
     """
-    columns: dict[str, str] = {}
-    for part in text.split(","):
-        role, _, name = (word.strip() for word in part.partition("="))
-        if role not in ROLES or not name or role in columns:
-            raise ValueError(
-                f"--columns {text!r}: {part!r} is not of the form WHAT=COLUMN with each WHAT once. WHAT is "
-                f"one of {', '.join(ROLES)}."
-            )
-        columns[role] = name
+    columns = _columns(text)
     devices = columns.pop("devices", None)
     if devices is None:
         raise ValueError(
@@ -137,3 +129,17 @@ def columns_layout(
         )
     except ValueError as error:
         raise ValueError(f"--columns {text!r}: {error}") from error
+
+
+def _columns(text: str) -> dict[str, str]:
+    """Return the name of each role's column. Raises ValueError if the text is not of that form."""
+    columns: dict[str, str] = {}
+    for part in text.split(","):
+        role, _, name = (word.strip() for word in part.partition("="))
+        if role not in ROLES or not name or role in columns:
+            raise ValueError(
+                f"--columns {text!r}: {part!r} is not of the form WHAT=COLUMN with each WHAT once. WHAT is "
+                f"one of {', '.join(ROLES)}."
+            )
+        columns[role] = name
+    return columns

@@ -68,21 +68,22 @@ def philly_rows(path: pathlib.Path) -> Iterator[tuple[str, Cells]]:
 
 
 def _row(job: PhillyJob) -> Cells:
-    devices = (
-        sum(len(server.gpus) for server in attempt.detail)
-        for attempt in job.attempts
-        if attempt.detail
-    )
     return {
         "submitted_time": job.submitted_time or "",
         "start": next((a.start_time or "" for a in job.attempts), ""),
         "duration": _seconds(job),
-        "devices": str(next((count for count in devices if count), 0)),
+        "devices": str(_devices(job)),
         "jobid": job.jobid,
         "status": job.status,
         "user": job.user or "",
         "vc": job.vc or "",
     }
+
+
+def _devices(job: PhillyJob) -> int:
+    """Return the devices of the first attempt that had any."""
+    counts = (sum(len(server.gpus) for server in attempt.detail or ()) for attempt in job.attempts)
+    return next((count for count in counts if count), 0)
 
 
 def _seconds(job: PhillyJob) -> str:

@@ -112,10 +112,8 @@ def _job(cells: Cells, layout: TraceLayout) -> tuple[TraceJob | str, bool]:
     if not devices:
         return "without devices", False
     ran_s = _ran_s(texts, columns)
-    if ran_s is None or ran_s == 0:
-        return "without a duration", False
-    if ran_s < 0:
-        return "ends before it starts", False
+    if not ran_s or ran_s < 0:
+        return ("ends before it starts" if ran_s else "without a duration"), False
     submit = "submit" if "submit" in columns else "start"
     kinds = () if layout.kinds is None else layout.kinds(cells)
     job = TraceJob(

@@ -180,15 +180,17 @@ def _joint_problem(
     )
 
 
+def _numbers(problem: ShapeProblem, level: str) -> dict[str, int]:
+    """Return a number for each domain of a level."""
+    return {
+        name: i
+        for i, name in enumerate(sorted({domain_of(n, level) for n in problem.cluster.nodes}))
+    }
+
+
 def _areas(problem: ShapeProblem, levels: Sequence[str]) -> list[Area]:
     """Return the nodes of the cluster, equal ones together."""
-    names = [
-        {
-            name: i
-            for i, name in enumerate(sorted({domain_of(n, one) for n in problem.cluster.nodes}))
-        }
-        for one in levels
-    ]
+    names = [_numbers(problem, level) for level in levels]
     kinds = {kind: i for i, kind in enumerate(problem.kinds)}
     count: dict[tuple[int, tuple[int, ...], int], int] = {}
     for node in problem.cluster.nodes:

@@ -78,16 +78,7 @@ class RequestedJob(JobSpec):
     def __post_init__(self):
         super().__post_init__()
         what = f"job {self.id!r}"
-        each = self.devices_per_process
-        require_within(what, {"devices_per_process": each}, 1)
-        for name in ("min_devices", "max_devices", "num_devices"):
-            size = getattr(self, name)
-            require_within(what, {name: size}, 1, 10**6)
-            if size is not None and size % each:
-                raise ValueError(
-                    f"{what} has {name}={size}, which is not a multiple of devices_per_process={each}. A job "
-                    "grows and shrinks by whole processes."
-                )
+        self._require_whole_processes(what)
         numbers = (
             "submitted_s",
             "since_s",
@@ -105,6 +96,18 @@ class RequestedJob(JobSpec):
                 f"{what} has allocation={dict(self.allocation)} and since_s={self.since_s}. A job that has "
                 "devices needs both, and one that waits neither."
             )
+
+    def _require_whole_processes(self, what: str) -> None:
+        each = self.devices_per_process
+        require_within(what, {"devices_per_process": each}, 1)
+        for name in ("min_devices", "max_devices", "num_devices"):
+            size = getattr(self, name)
+            require_within(what, {name: size}, 1, 10**6)
+            if size is not None and size % each:
+                raise ValueError(
+                    f"{what} has {name}={size}, which is not a multiple of devices_per_process={each}. A job "
+                    "grows and shrinks by whole processes."
+                )
 
     @property
     def spec(self) -> JobSpec:
