@@ -1,5 +1,6 @@
 """`jaxgoodput decide` answers JSON with JSON: the service's own plan, for clusters that others run."""
 
+import ctypes
 import io
 import json
 import sys
@@ -13,6 +14,7 @@ from jaxgoodput import cli
 from jaxgoodput._fields.serial import dumps, encode
 from jaxgoodput.cluster.catalogue import catalogue
 from jaxgoodput.cluster.service.decisions.answer import DecisionPlan, decide
+from jaxgoodput.cluster.service.decisions.command import output_to_stderr
 from jaxgoodput.cluster.service.decisions.request import (
     DecisionRequest,
     RequestedJob,
@@ -209,3 +211,17 @@ def test_tables_hints_and_settings_reach_the_policy():
     for settings_, first in (({}, "a"), ({"threshold_device_s": 5.0}, "b")):
         plan = decide(read_request(json.dumps(body | {"settings": settings_})))
         assert [job.id for job in plan.jobs if job.num_devices == 8] == [first]
+
+
+def test_what_the_solver_prints_is_not_part_of_the_answer(capfd):
+    """It is written in C++, whose output Python does not see."""
+    c = ctypes.CDLL(None)
+    with output_to_stderr():
+        c.printf(b"from C\n")
+        print("from Python")
+    c.printf(b"later\n")
+    c.fflush(None)
+    print("{}")
+    said = capfd.readouterr()
+    assert "from C" in said.err and "from C" not in said.out
+    assert "later" in said.out and "{}" in said.out
