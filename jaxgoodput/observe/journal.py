@@ -92,8 +92,8 @@ class Journal:
         self._set_aside_at = SEGMENT_BYTES
         self._file = self._open()
         self._torn = _ends_mid_line(self._file)
-        newest = next(_newest_first(segments(self._path)), {})
-        self._num_lines = number_of(newest) or 0
+        numbers = map(number_of, _newest_first(segments(self._path)))
+        self._num_lines = next(filter(None, numbers), 0)
 
     def write(self, event: Event) -> None:
         """Append one event, without the fields that are marked `NOT_JOURNALED`."""

@@ -166,6 +166,20 @@ def test_a_changed_digit_is_said(life, tmp_path):
     assert len(records) == len(read(life)[0]) - 1
 
 
+def test_lines_without_numbers_are_taken_as_they_are(tmp_path):
+    for restart in range(3):
+        writer = Journal(tmp_path, clock=FakeClock(1000.0))
+        writer.write(synthetic.fit_start(step=0, restart=restart))
+        writer.write(Checkpoint(step=1, seconds=0.1))
+        writer.close()
+        with (tmp_path / journal.FILE_NAME).open("a") as file:
+            file.write(
+                '{"event": "Checkpoint", "wall": 1.0, "restart": 0, "step": 1, "seconds": 0.1}\n'
+            )
+    records, said = read(tmp_path)
+    assert not said and len(records) == 9
+
+
 def test_a_damaged_segment_is_not_made_shorter(parts, tmp_path):
     shutil.copytree(parts, tmp_path / "now")
     last = journal.segments(tmp_path / "now" / journal.FILE_NAME)[-2]

@@ -191,6 +191,10 @@ def test_step_times_are_compared_like_with_like(alone_s, saved, longer, seen):
     else:  # the base batch alone
         base = dataclasses.replace(base, together_s=math.nan)
         assert (base.step_s(base), whole.step_s(base)) == (alone_s, whole.alone_s)
+        together = dataclasses.replace(whole, alone_s=math.nan)
+        assert math.isnan(together.step_s(base)), "nothing of one kind is known of both"
+    only_together = StepTimes(num_samples=8, alone_s=math.nan, together_s=together_s)
+    assert math.isnan(alone.step_s(only_together)) == (alone.alone_s < SHORT_S)
 
 
 def test_windows_of_steps_alone_and_together_are_apart():

@@ -53,6 +53,8 @@ class FreeRoom:
         for node in self._nodes(shape.kind):
             domain = "" if level is None else domain_of(node, level)
             domains.setdefault(domain, []).append(self.free[node.name])
+        if not domains:
+            return False  # no node of this kind
         sizes = chunks(shape, node_size(self.cluster)[shape.kind])
         return any(holds(sorted(free, reverse=True), sizes) for free in domains.values())
 

@@ -15,6 +15,7 @@ from jaxgoodput.cluster.scheduler.shapes import (
     chunks,
     domain_of,
     node_size,
+    size_limits,
     takes,
 )
 from jaxgoodput.specs import ClusterSpec, Shape
@@ -49,7 +50,11 @@ def kept_nodes(
     `offered` is the cluster without the devices that certain jobs keep.
     """
     since = {view.spec.id: _waits_since_s(view, now_s) for view in waiting}
-    late = [view for view in waiting if now_s - since[view.spec.id] > PATIENCE_S]
+    late = [
+        view
+        for view in waiting
+        if now_s - since[view.spec.id] > PATIENCE_S and _waits_for_room(view, cluster, now_s)
+    ]
     free, every = Domains(offered), Domains(cluster)
     for view in sorted(late, key=lambda view: (since[view.spec.id], view.spec.id)):
         least = _least_without_room(view, free, every)
@@ -67,6 +72,30 @@ def _least_without_room(view: JobView, free: Domains, every: Domains) -> Shape |
     if not shapes or any(free.fits(shape, level) for shape in shapes):
         return None
     return min(shapes, key=lambda s: (s.num_devices, s))
+
+
+def _waits_for_room(view: JobView, cluster: ClusterSpec, now_s: float) -> bool:
+    """Return whether only devices keep a job waiting: no limit, budget, avoided node or reservation does.
+
+    Nodes that were kept for a job with another reason to wait would be idle for ever.
+    """
+    least, _ = size_limits(view.spec)
+    tenants = {tenant.name: tenant for tenant in cluster.tenants}
+    limits = [cluster.quota.get(view.spec.tenant)]
+    at: str | None = view.spec.tenant
+    while at is not None and at in tenants:
+        limits.append(tenants[at].limit)
+        if tenants[at].budget_per_hour is not None:
+            return False
+        at = tenants[at].parent
+    reserved = any(
+        one.start_s <= now_s < one.end_s and one.tenant != view.spec.tenant
+        for one in cluster.reservations
+    )
+    is_limited = any(limit is not None and limit < least for limit in limits)
+    has_budget = view.spec.budget is not None
+    avoids = any(not one.is_usable for one in view.avoids.values())
+    return not (is_limited or has_budget or avoids or reserved)
 
 
 def _waits_since_s(view: JobView, now_s: float) -> float:

@@ -16,6 +16,7 @@ from jaxgoodput.cluster.published.recorded.layout import TraceLayout, columns_la
 from jaxgoodput.cluster.published.recorded.presets import PRESETS
 from jaxgoodput.cluster.published.recorded.read import RecordedTrace, read_recorded, recorded
 from jaxgoodput.cluster.published.traces import TraceJob
+from jaxgoodput.cluster.scheduler.shapes import packed
 from jaxgoodput.cluster.service.record.history import PastJob, read_history
 from jaxgoodput.cluster.service.wire import OVER
 from jaxgoodput.cluster.simulate.jobs.durations import Amdahl, DurationTruth, read_curve
@@ -50,6 +51,7 @@ def layout_of(options: TraceOptions) -> TraceLayout:
         )
     if options.preset is not None:
         layout = _preset(options, options.preset)
+        _require_state(layout, states)
         return replace(
             layout,
             states=layout.states if states is None else states,
@@ -60,11 +62,17 @@ def layout_of(options: TraceOptions) -> TraceLayout:
             f"--trace {options.path}: say what its columns hold, with --preset ({', '.join(PRESETS)}) or "
             "with --columns, such as submit=submit_time,devices=gpu_num,duration=duration."
         )
-    if states is not None and "state=" not in options.columns:
+    layout = columns_layout(options.columns, delimiter=delimiter)
+    _require_state(layout, states)
+    return replace(layout, states=states or ())
+
+
+def _require_state(layout: TraceLayout, states: tuple[str, ...] | None) -> None:
+    if states is not None and "state" not in layout.columns:
         raise ValueError(
-            "--states: no column says in which state a job ended. Add state=NAME to --columns."
+            "--states: no column says in which state a job ended. Add state=NAME to --columns, or leave the "
+            "states out."
         )
-    return columns_layout(options.columns, delimiter=delimiter, states=states or ())
 
 
 def _preset(options: TraceOptions, name: str) -> TraceLayout:
@@ -102,13 +110,13 @@ def recorded_scenario(
     """
     spec = cluster_for(cluster, trace.jobs, curve) if isinstance(cluster, str) else cluster
     trace, remarks = _on_cluster(trace, spec)
-    sizes = _sizes(spec)
-    trace = trace.without(lambda job: _misfit(job, sizes, is_rigid=curve is None))
+    nodes = _nodes(spec)
+    trace = trace.without(lambda job: _misfit(job, nodes, is_rigid=curve is None))
     if not trace.jobs:
         raise ValueError(f"no job of {name} fits on the cluster: {trace.in_words()}.")
     jobs = trace.jobs
     if curve is None:
-        jobs = tuple(_with_whole_nodes(job, sizes) for job in jobs)
+        jobs = tuple(_with_whole_nodes(job, nodes) for job in jobs)
         count = sum(a is not b for a, b in zip(jobs, trace.jobs, strict=True))
         if count:
             remarks.append(f"{_jobs(count)} of more than one node: rounded up to whole nodes")
@@ -172,32 +180,44 @@ def _most_nodes(jobs: Iterable[TraceJob], each: int, most: float) -> int:
     return max(greatest, 1)
 
 
-def _sizes(cluster: ClusterSpec) -> dict[str, tuple[int, int]]:
-    """Return the devices of the largest node, and of all nodes together, by kind."""
-    found: dict[str, tuple[int, int]] = {}
+def _nodes(cluster: ClusterSpec) -> dict[str, list[int]]:
+    """Return the usable devices of each node that is up, by kind."""
+    found: dict[str, list[int]] = {}
     for node in cluster.nodes:
         if node.state == "up" and node.num_usable:
-            largest, total = found.get(node.kind, (0, 0))
-            found[node.kind] = max(largest, node.num_devices), total + node.num_usable
+            found.setdefault(node.kind, []).append(node.num_usable)
     return found
 
 
-def _with_whole_nodes(job: TraceJob, sizes: Mapping[str, tuple[int, int]]) -> TraceJob:
-    """Return a job that takes whole nodes if it does not fit on the largest node that it may use."""
-    each = max(sizes[kind][0] for kind in sizes if _may_use(job, kind))
+def _with_whole_nodes(job: TraceJob, nodes: Mapping[str, list[int]]) -> TraceJob:
+    """Return a job that takes whole nodes if it does not fit on the largest one, where so many are there."""
+    each = max(max(usable) for kind, usable in nodes.items() if _may_use(job, kind))
     rest = job.num_devices % each
     if job.num_devices <= each or not rest:
         return job
-    return replace(job, num_devices=job.num_devices + each - rest)
+    whole = replace(job, num_devices=job.num_devices + each - rest)
+    return whole if _fits(whole, nodes) else job
 
 
-def _misfit(job: TraceJob, sizes: Mapping[str, tuple[int, int]], *, is_rigid: bool) -> str | None:
+def _fits(job: TraceJob, nodes: Mapping[str, list[int]]) -> bool:
+    """Return whether a cluster of which nothing is used holds a job."""
+    return any(
+        packed(kind, job.num_devices, max(usable), usable) is not None
+        for kind, usable in nodes.items()
+        if _may_use(job, kind)
+    )
+
+
+def _misfit(job: TraceJob, nodes: Mapping[str, list[int]], *, is_rigid: bool) -> str | None:
     """Return why a job could never run on a cluster; None if it could."""
-    totals = [sizes[kind][1] for kind in sizes if _may_use(job, kind)]
+    totals = [sum(usable) for kind, usable in nodes.items() if _may_use(job, kind)]
     if not totals:
         return "only for kinds of device that the cluster does not have"
-    whole = _with_whole_nodes(job, sizes) if is_rigid else job
-    return "larger than the cluster" if whole.num_devices > max(totals) else None
+    if job.num_devices > max(totals):
+        return "larger than the cluster"
+    if is_rigid and not _fits(_with_whole_nodes(job, nodes), nodes):
+        return "of a size that the nodes do not hold"
+    return None
 
 
 def _may_use(job: TraceJob, kind: str) -> bool:

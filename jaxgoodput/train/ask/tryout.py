@@ -71,20 +71,20 @@ class StepTimes:
 
         If short steps of this batch were not seen together yet, they are expected to save as many seconds
         each as at the base batch, and to take at least as long. If only steps alone are known of the base
-        batch, steps alone are compared.
+        batch, steps alone are compared. NaN if no steps of one kind are known of both, unless those of this
+        batch are too long to be dispatched together.
 
         >>> base = StepTimes(num_samples=8, alone_s=0.002, together_s=0.001)
         >>> round(StepTimes(num_samples=16, alone_s=0.0025, together_s=math.nan).step_s(base), 6)
         0.0015
         """
-        if math.isnan(base.together_s) and not math.isnan(self.alone_s):
+        if math.isnan(base.together_s):
             return self.alone_s
         if not math.isnan(self.together_s):
             return self.together_s
-        saved_s = base.alone_s - base.together_s
-        if self.alone_s < SHORT_S and saved_s > 0:
-            return max(self.alone_s - saved_s, base.together_s)
-        return self.alone_s
+        if self.alone_s >= SHORT_S:
+            return self.alone_s
+        return max(self.alone_s - max(base.alone_s - base.together_s, 0.0), base.together_s)
 
 
 def step_times(windows: Sequence[Window]) -> StepTimes:
@@ -398,6 +398,11 @@ def _timed(
                 raise
             return f"{size:,} samples cannot be used: {str(error).splitlines()[0]}"
         took_s = clock.now() - began_s
+        if math.isnan(found[size].step_s(found[base])):
+            del found[size]
+            return (
+                f"Steps of {size:,} samples could not be compared yet: the time was up (--time-s)."
+            )
         return ""
 
     size, limit = base, ""

@@ -53,6 +53,20 @@ def test_a_gang_starts_in_a_stream_of_jobs_that_may_not_be_stopped(fields, size)
     assert start_s is not None and start_s <= 3600.0 + WORK_S + 2 * STEP_S
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_no_nodes_are_kept_for_a_job_that_waits_for_something_else(kept):
+    cluster = dataclasses.replace(TWO, quota={} if kept else {"t": 1})
+    held = dataclasses.replace(
+        single("held", 0.0, preemptible=False),
+        allocation=Allocation(devices={"n0": (0,)}),
+        since_s=0.0,
+    )
+    gang = JobView(spec=JobSpec(id="gang", mode="rigid", num_devices=8, tenant="t"))
+    other = single("other", 19_000.0, preemptible=False)
+    plan = reconcile([held, gang, other], cluster, Goodput(), 20_000.0)
+    assert bool(plan.allocations["other"].devices) is not kept
+
+
 def test_nodes_are_kept_whatever_the_policy():
     gang = JobView(spec=JobSpec(id="gang", mode="rigid", num_devices=8))
     assert first_start(Fifo(), TWO, gang, 6.0, preemptible=False) is not None

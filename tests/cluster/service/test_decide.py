@@ -72,7 +72,7 @@ CHANGES = {
     "cpus of a node": (lambda r: node_with(r, cpus=3), r"nodes\[0\] has no field 'cpus'"),
     "a wrong type": (lambda r: job_with(r, min_devices="2"), "must be a whole number"),
     "a wrong policy": (lambda r: r | {"policy": "wizard"}, "policy is 'wizard'"),
-    "packing": (lambda r: r | {"policy": "max-min-packed"}, "Choose 'max-min'"),
+    "packing": (lambda r: r | {"policy": "max-min-packed"}, "Choose another one"),
     "a wrong setting": (lambda r: r | {"settings": {"a": 1}}, "policy 'goodput' has no 'a'"),
     "a value that is none": (lambda r: r | {"settings": {"pause": "x"}}, "settings.pause is 'x'"),
     "a node that is not there": (
@@ -85,6 +85,11 @@ CHANGES = {
     ),
     "devices since never": (lambda r: job_with(r, allocation={"a1": [0]}), "needs both"),
     "half a process": (lambda r: job_with(r, devices_per_process=3), "not a multiple"),
+    "another clock": (lambda r: job_with(r, submitted_s=1e9), "which is after now_s"),
+    "goodput on more nodes than it gets": (
+        lambda r: job_with(r, goodput=[entry(num_nodes=2, num_devices=2)]),
+        "the scheduler gives a job of this size",
+    ),
     "a budget without prices": (lambda r: job_with(r, budget=5), "no prices"),
     "two of a name": (lambda r: r | {"jobs": r["jobs"][:1] * 2}, "train-7"),
     "used devices": (
@@ -92,6 +97,37 @@ CHANGES = {
         "Leave it out",
     ),
 }
+
+
+def entry(**changes):
+    return {"kind": "h200", "num_nodes": 1, "num_devices": 1, "goodput": 1.0} | changes
+
+
+def request_of(num_nodes, each, *jobs, **cluster):
+    nodes = [{"name": f"n{i}", "kind": "h200", "num_devices": each} for i in range(num_nodes)]
+    body = {"version": 1, "now_s": 7200.0, "cluster": {"nodes": nodes, **cluster}, "jobs": jobs}
+    return read_request(json.dumps(body))
+
+
+def test_processes_are_not_split_over_nodes():
+    asks = {"id": "x", "min_devices": 4, "max_devices": 8, "devices_per_process": 4}
+    (job,) = decide(request_of(4, 2, asks)).jobs
+    assert not job.allocation and "whole processes" in job.reason
+    fixed = {"id": "x", "mode": "rigid", "num_devices": 4, "devices_per_process": 4}
+    (job,) = decide(request_of(2, 4, fixed)).jobs
+    assert job.num_devices == 4 and len(job.allocation) == 1
+
+
+def test_goodput_of_a_kind_that_is_not_there_is_no_error():
+    held = [
+        {"id": f"h{i}", "mode": "rigid", "num_devices": 5, "preemptible": False, "since_s": 0.0}
+        | {"allocation": {f"n{i}": [0, 1, 2, 3, 4]}}
+        for i in range(2)
+    ]
+    table = [entry(num_devices=4), entry(kind="a100", num_devices=4)]
+    waits = {"id": "w", "mode": "rigid", "num_devices": 4, "goodput": table}
+    *_, job = decide(request_of(2, 8, *held, waits)).jobs
+    assert job.explanation is not None and not job.allocation
 
 
 def job_with(request, **changes):

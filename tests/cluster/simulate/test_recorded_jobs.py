@@ -140,6 +140,18 @@ def test_a_job_of_more_than_a_node_takes_whole_nodes():
     assert [j.num_devices for j in elastic.jobs] == [12, 8, 3]
 
 
+@pytest.mark.parametrize(
+    "cluster, size, has",
+    [("gpu:1x8,gpu:1x4", 10, 10), ("gpu:1x8,gpu:3x3", 16, None), ("2x8", 10, 16)],
+)
+def test_a_job_keeps_its_size_where_so_many_whole_nodes_are_not_there(cluster, size, has):
+    jobs = [job("a", num_devices=size), job("b")]
+    scenario = recorded_scenario("t", recorded(jobs, {}), cluster, None)
+    found = {j.id: j.num_devices for j in scenario.jobs}
+    assert found.get("a") == has
+    assert has is not None or "1 of a size that the nodes do not hold" in scenario.remarks[0]
+
+
 def test_jobs_that_cannot_run_on_the_cluster_are_counted():
     jobs = [
         job("a"),

@@ -34,11 +34,13 @@ def table_rows(path: pathlib.Path, layout: TraceLayout) -> Iterator[tuple[str, C
     Raises TraceError if the file has no column of a name that the layout needs.
     """
     lines = text_of(path).splitlines()
+    blank = next((i for i, line in enumerate(lines) if line.strip()), 0)
+    lines[:blank] = [""] * blank  # spaces alone are no row
     first = next((line for line in lines if line.strip()), "")
     delimiter = layout.delimiter or max(_DELIMITERS, key=first.count)
     reader = csv.reader(lines, delimiter=delimiter)
     try:
-        header = list(layout.header or map(str.strip, next(reader, ())))
+        header = list(layout.header or map(str.strip, next(filter(None, reader), ())))
         _check_names(path, header, layout.names, delimiter)
         yield from _rows(path, reader, header)
     except csv.Error as error:  # such as a cell of more than 128 KiB

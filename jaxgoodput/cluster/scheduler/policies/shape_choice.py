@@ -296,6 +296,8 @@ class ShapeProblem:
         if used_up is not None:
             return f"{used_up.said}, leaves it no shape"
         kind = self.shapes[sizes[0]].kind
+        if left[kind] >= capacity(self.cluster).get(kind, 0):
+            return "the policy leaves the devices idle that it could have"
         if left[kind] >= least:
             return (
                 f"{left[kind]} devices of kind {kind} are free, but not together as "

@@ -16,8 +16,9 @@ An *area* is the set of nodes of one kind that lie in the same domains at every 
 chooses has room, except that two parts of one job might end on one node; `place` finds out.
 """
 
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -112,7 +113,8 @@ def _add_nodes(
     where = sorted({area.domains for area in areas})
     slots: dict[tuple[tuple[int, ...], int], list[tuple[int, float]]] = defaultdict(list)
     for area in areas:
-        held = patterns(area.size, tuple(s for s in sizes if s <= area.size))
+        every = patterns(area.size, tuple(s for s in sizes if s <= area.size))
+        held = list(itertools.islice(every, MOST_PATTERNS + 1))
         if len(held) > MOST_PATTERNS:
             return False
         number = float(area.number)
@@ -175,26 +177,26 @@ def _add_level(program, level, its, where, sizes, drawn, taken):
             program.row([*need, *supply], -np.inf, 0.0)
 
 
-def patterns(room: int, sizes: tuple[int, ...]) -> list[Counter[int]]:
-    """Return the ways to fill a node with parts of these sizes, to which no further part can be added.
+def patterns(room: int, sizes: tuple[int, ...]) -> Iterator[Counter[int]]:
+    """Yield the ways to fill a node with parts of these sizes, to which no further part can be added.
 
     >>> [dict(pattern) for pattern in patterns(8, (5, 3))]
     [{5: 1, 3: 1}, {3: 2}]
     """
     if not sizes:
-        return [Counter()]
+        yield Counter()
+        return
 
-    def fill(left: int, at: int) -> list[Counter[int]]:
+    def fill(left: int, at: int) -> Iterator[Counter[int]]:
         size = sizes[at]
         if at == len(sizes) - 1:
-            return [Counter({size: left // size} if left >= size else {})]
-        return [
-            Counter({size: count}) + rest
-            for count in range(left // size, -1, -1)
-            for rest in fill(left - count * size, at + 1)
-        ]
+            yield Counter({size: left // size} if left >= size else {})
+            return
+        for count in range(left // size, -1, -1):
+            for rest in fill(left - count * size, at + 1):
+                yield Counter({size: count}) + rest
 
-    return fill(room, 0)
+    yield from fill(room, 0)
 
 
 def _groups(keys) -> dict:

@@ -3,7 +3,7 @@
 The decision is the service's own: the same tables, policies and `reconcile`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_type_hints
 
@@ -12,7 +12,13 @@ from jaxgoodput.cluster.catalogue import PolicyEntry, catalogue
 from jaxgoodput.cluster.scheduler.explain import Explanation, explain
 from jaxgoodput.cluster.scheduler.policy import JobView, Plan
 from jaxgoodput.cluster.scheduler.reconcile import reconcile
-from jaxgoodput.cluster.scheduler.shapes import own_shapes, shape_of, shapes
+from jaxgoodput.cluster.scheduler.shapes import (
+    own_shapes,
+    shape_in_words,
+    shape_of,
+    shapes,
+    size_limits,
+)
 from jaxgoodput.cluster.service.decisions.request import DecisionRequest, RequestedJob
 from jaxgoodput.cluster.service.planning.decide import rigid_spec
 from jaxgoodput.cluster.service.planning.tables import GoodputTable, table_of
@@ -96,7 +102,7 @@ def _policy(request: DecisionRequest) -> PolicyEntry:
     if named.sharing:
         raise ValueError(
             f"policy {request.policy!r} puts several jobs on the same devices, for which a request has no "
-            f"goodput. Choose {request.policy.removesuffix('-packed')!r} or another one."
+            "goodput. Choose another one."
         )
     policy: Any = named.policy
     kinds = get_type_hints(type(policy))
@@ -116,13 +122,16 @@ def _views(request: DecisionRequest, named: PolicyEntry) -> tuple[JobView, ...]:
     cluster = request.cluster
     kind_of = {node.name: node.kind for node in cluster.nodes}
     held = {shape_of(job.allocation, kind_of) for job in request.jobs}
-    offered = {*shapes(cluster), *(shape for shape in held if shape is not None)}
+    usual = {*shapes(cluster)}
+    offered = {*usual, *(shape for shape in held if shape is not None)}
     views = []
     for job in request.jobs:
         spec = job.spec
         if named.mode != "adaptive":
             spec = rigid_spec(spec, job.devices_per_process, cluster)
-        table = _table(job, spec, sorted(offered | own_shapes(cluster, spec)), request.now_s)
+        own = own_shapes(cluster, spec)
+        _require_offered(job, usual | own)
+        table = _table(job, spec, sorted(offered | own), request.now_s)
         views.append(_view(job, spec, table, request))
     return tuple(views)
 
@@ -140,9 +149,10 @@ def _table(
             largest=present if largest is None else largest,
         )
     # The service's own rules for names and weights do not apply to jobs of other programs.
-    own = {name: getattr(spec, name) for name in ("mode", "min_devices", "num_devices", "kinds")}
+    own = {name: getattr(spec, name) for name in ("mode", "num_devices", "kinds")}
+    least, most = size_limits(spec)
     submission = Submission(
-        spec=JobSpec(id="job", max_devices=spec.max_devices, **own),
+        spec=JobSpec(id="job", min_devices=least, max_devices=most, **own),
         command=("-",),
         workdir=None if job.hints is None else "-",
         devices_per_process=job.devices_per_process,
@@ -153,6 +163,18 @@ def _table(
     entry = JobEntry(submission=submission, secret="", submitted_s=0.0, hints=job.hints, past=past)
     table = table_of(entry, offered, now_s)
     return table if largest is None else replace(table, largest=largest)
+
+
+def _require_offered(job: RequestedJob, offered: Collection[Shape]) -> None:
+    """Raise ValueError if a table names a size on more or fewer nodes than a job of that size is given."""
+    by_size = {(shape.kind, shape.num_devices): shape for shape in offered}
+    for entry in job.goodput:
+        shape = by_size.get((entry.kind, entry.num_devices))
+        if shape is not None and entry.shape not in offered:
+            raise ValueError(
+                f"job {job.id!r} has the goodput of {shape_in_words(entry.shape)}, and the scheduler gives a "
+                f"job of this size {shape_in_words(shape)}. Give its goodput there, measured or estimated."
+            )
 
 
 def _view(
@@ -167,6 +189,7 @@ def _view(
         goodput=table.goodput,
         goodput_error=table.error,
         submitted_s=job.submitted_s,
+        devices_per_process=job.devices_per_process,
         since_s=job.since_s,
         paused_s=job.paused_s,
         restoring_until_s=job.restoring_until_s,

@@ -100,7 +100,8 @@ class RequestedJob(JobSpec):
     def _require_whole_processes(self, what: str) -> None:
         each = self.devices_per_process
         require_within(what, {"devices_per_process": each}, 1)
-        for name in ("min_devices", "max_devices", "num_devices"):
+        is_rigid = self.mode == "rigid" and self.num_devices is not None
+        for name in ("num_devices",) if is_rigid else ("min_devices", "max_devices"):
             size = getattr(self, name)
             require_within(what, {name: size}, 1, 10**6)
             if size is not None and size % each:
@@ -147,6 +148,13 @@ class DecisionRequest:
             )
         sizes = {node.name: node.num_devices for node in self.cluster.nodes}
         for job in self.jobs:
+            for name in ("submitted_s", "since_s", "paused_s"):
+                at_s = getattr(job, name)
+                if at_s is not None and at_s > self.now_s:
+                    raise ValueError(
+                        f"job {job.id!r} has {name}={at_s}, which is after now_s={self.now_s}. All times are "
+                        "on one clock."
+                    )
             for name, local in job.allocation.items():
                 if name not in sizes:
                     raise ValueError(
