@@ -18,7 +18,7 @@ from jaxgoodput.cluster.scheduler.shapes import (
     size_limits,
     takes,
 )
-from jaxgoodput.specs import ClusterSpec, Shape
+from jaxgoodput.specs import ClusterSpec, Shape, Tenant
 
 PATIENCE_S = 3600.0  # wait after which nodes are kept
 
@@ -80,22 +80,28 @@ def _waits_for_room(view: JobView, cluster: ClusterSpec, now_s: float) -> bool:
     Nodes that were kept for a job with another reason to wait would be idle for ever.
     """
     least, _ = size_limits(view.spec)
-    tenants = {tenant.name: tenant for tenant in cluster.tenants}
-    limits = [cluster.quota.get(view.spec.tenant)]
-    at: str | None = view.spec.tenant
-    while at is not None and at in tenants:
-        limits.append(tenants[at].limit)
-        if tenants[at].budget_per_hour is not None:
-            return False
-        at = tenants[at].parent
-    reserved = any(
-        one.start_s <= now_s < one.end_s and one.tenant != view.spec.tenant
-        for one in cluster.reservations
-    )
+    above = _with_parents(view.spec.tenant, cluster)
+    limits = [cluster.quota.get(view.spec.tenant), *(tenant.limit for tenant in above)]
     is_limited = any(limit is not None and limit < least for limit in limits)
-    has_budget = view.spec.budget is not None
+    budgets = (view.spec.budget, *(tenant.budget_per_hour for tenant in above))
+    has_budget = any(budget is not None for budget in budgets)
     avoids = any(not one.is_usable for one in view.avoids.values())
-    return not (is_limited or has_budget or avoids or reserved)
+    return not (is_limited or has_budget or avoids or _is_reserved(view, cluster, now_s))
+
+
+def _with_parents(name: str | None, cluster: ClusterSpec) -> list[Tenant]:
+    """Return a tenant and the ones above it, as far as the cluster lists them."""
+    tenants, found = {tenant.name: tenant for tenant in cluster.tenants}, []
+    while name is not None and name in tenants:
+        found.append(tenants[name])
+        name = tenants[name].parent
+    return found
+
+
+def _is_reserved(view: JobView, cluster: ClusterSpec, now_s: float) -> bool:
+    """Return whether any devices are reserved for others now."""
+    now = (one for one in cluster.reservations if one.start_s <= now_s < one.end_s)
+    return any(one.tenant != view.spec.tenant for one in now)
 
 
 def _waits_since_s(view: JobView, now_s: float) -> float:

@@ -148,24 +148,33 @@ class DecisionRequest:
             )
         sizes = {node.name: node.num_devices for node in self.cluster.nodes}
         for job in self.jobs:
-            for name in ("submitted_s", "since_s", "paused_s"):
-                at_s = getattr(job, name)
-                if at_s is not None and at_s > self.now_s:
-                    raise ValueError(
-                        f"job {job.id!r} has {name}={at_s}, which is after now_s={self.now_s}. All times are "
-                        "on one clock."
-                    )
-            for name, local in job.allocation.items():
-                if name not in sizes:
-                    raise ValueError(
-                        f"job {job.id!r} has devices of node {name!r}, which is not one of the cluster's "
-                        f"{sorted(sizes)[:5]} ... A node that is gone stays in the list with state='down'."
-                    )
-                if not local or not all(0 <= index < sizes[name] for index in local):
-                    raise ValueError(
-                        f"job {job.id!r} has devices {list(local)} of node {name!r}. Local indices are from "
-                        f"0 to {sizes[name] - 1}, and a node without any is left out."
-                    )
+            _require_past(job, self.now_s)
+            _require_devices(job, sizes)
+
+
+def _require_past(job: RequestedJob, now_s: float) -> None:
+    """Raise ValueError if anything has happened to a job after the time of the decision."""
+    for name in ("submitted_s", "since_s", "paused_s"):
+        at_s = getattr(job, name)
+        if at_s is not None and at_s > now_s:
+            raise ValueError(
+                f"job {job.id!r} has {name}={at_s}, which is after now_s={now_s}. All times are on one clock."
+            )
+
+
+def _require_devices(job: RequestedJob, sizes: Mapping[str, int]) -> None:
+    """Raise ValueError if a job has devices that the nodes of these sizes do not have."""
+    for name, local in job.allocation.items():
+        if name not in sizes:
+            raise ValueError(
+                f"job {job.id!r} has devices of node {name!r}, which is not one of the cluster's "
+                f"{sorted(sizes)[:5]} ... A node that is gone stays in the list with state='down'."
+            )
+        if not local or not all(0 <= index < sizes[name] for index in local):
+            raise ValueError(
+                f"job {job.id!r} has devices {list(local)} of node {name!r}. Local indices are from "
+                f"0 to {sizes[name] - 1}, and a node without any is left out."
+            )
 
 
 def read_request(text: str | bytes) -> DecisionRequest:
