@@ -820,11 +820,10 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(small_disk):
     assert "Training goes on" in ended.stderr and "Free some space" in ended.stderr
     # On a busy machine the compiler adds lines. If several files of a checkpoint could not be written, Orbax
     # raises one of the errors, and asyncio prints the others.
-    lines = ended.stderr.splitlines()
-    own = [line for line in lines if ":absl:" in line]
-    before = [lines[i - 1] for i, line in enumerate(lines) if line.startswith("Traceback")]
-    assert all(line.startswith("future: <Task finished") for line in before), before
+    own = [line for line in ended.stderr.splitlines() if ":absl:" in line]
     assert 1 <= len(own) < 12
+    assert "Traceback" not in ended.stderr or "exception was never retrieved" in ended.stderr
+    assert "/jaxgoodput/train/" not in ended.stderr  # no traceback of ours
     # The old one stayed, and the last was written once there was room again.
     assert steps_in(small_disk) == [5, 80]
 
