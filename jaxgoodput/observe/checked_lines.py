@@ -16,6 +16,7 @@ from typing import Any
 
 NUMBER, CHECK, FROM = "journal_line", "journal_check", "journal_from"
 _OWN = (NUMBER, CHECK, FROM)
+REPEATED = "it is there a second time, which does not count"
 
 
 def checked(record: Mapping[str, Any], number: int, stands_from: int | None = None) -> bytes:
@@ -97,6 +98,3 @@ class LineOrder:
             if missing > 1
             else "the line before it is missing"
         )
-
-
-REPEATED = "it is there a second time, which does not count"

@@ -147,11 +147,7 @@ def test_any_damage_is_said(life, parts, tmp_path):
 def test_300_damages(life, parts, tmp_path):
     outcomes = (SAID, ENDS_EARLY, SAME)
     found = table([life, parts], tmp_path, 300)
-    print(f"\n| damage | {' | '.join(outcomes)} |\n|{' --- |' * (1 + len(outcomes))}")
-    for kind in KINDS:
-        print(f"| {kind} | {' | '.join(str(found[kind, told]) for told in outcomes)} |")
-    sums = (sum(found[kind, told] for kind in KINDS) for told in outcomes)
-    print(f"| all | {' | '.join(map(str, sums))} |")
+    print("\n" + damages.as_table(found, KINDS, outcomes))
     assert sum(found.values()) == 300
 
 

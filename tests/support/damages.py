@@ -1,6 +1,7 @@
 """Damages of a file's bytes, drawn at random."""
 
 import random
+from collections.abc import Mapping, Sequence
 
 PAGE_BYTES = 4096
 KINDS = (
@@ -49,3 +50,14 @@ def damaged(whole: bytes, kind: str, draw: random.Random) -> bytes:
     else:
         raise ValueError(kind)
     return bytes(data)
+
+
+def as_table(
+    found: Mapping[tuple[str, str], int], kinds: Sequence[str], outcomes: Sequence[str]
+) -> str:
+    """Return how often each kind of damage had each outcome as a table, with the sums."""
+    lines = [f"| damage | {' | '.join(outcomes)} |", f"|{' --- |' * (1 + len(outcomes))}"]
+    rows = {kind: [found.get((kind, told), 0) for told in outcomes] for kind in kinds}
+    rows["all"] = [sum(column) for column in zip(*rows.values(), strict=True)]
+    lines += [f"| {kind} | {' | '.join(map(str, counts))} |" for kind, counts in rows.items()]
+    return "\n".join(lines)

@@ -264,11 +264,7 @@ def test_a_damaged_journal_is_the_same_or_refused_and_repaired(short, tmp_path):
 def test_300_damages(short, long, tmp_path):
     kill_alone_loses_nothing(long, tmp_path)
     found = table([short, long], tmp_path, 300)
-    print(f"\n| damage | {' | '.join(OUTCOMES)} |\n|{' --- |' * (1 + len(OUTCOMES))}")
-    for kind in KINDS:
-        print(f"| {kind} | {' | '.join(str(found[kind, told]) for told in OUTCOMES)} |")
-    sums = (sum(found[kind, told] for kind in KINDS) for told in OUTCOMES)
-    print(f"| all | {' | '.join(map(str, sums))} |")
+    print("\n" + damages.as_table(found, KINDS, OUTCOMES))
     assert sum(found.values()) == 300
 
 
