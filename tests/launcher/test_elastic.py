@@ -1,7 +1,6 @@
 """Jobs whose processes come and go: real processes, really killed; every sample is applied once, always."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -71,11 +70,7 @@ class Cluster:
 
     def lines(self, kind=None):
         """What all processes wrote, in order of time."""
-        found = []
-        for path in self.folder.glob("*.jsonl"):
-            for text in path.read_text().splitlines():
-                line = json.loads(text)
-                found.append({"pid": int(path.stem), **line})
+        found = [{"pid": pid, **line} for pid, line in processes.records_so_far(self.folder)]
         return [x for x in sorted(found, key=lambda x: x["at"]) if kind in (None, x["kind"])]
 
     def wait(self, what, limit_s=90.0):
@@ -161,11 +156,7 @@ def alone(tmp_path_factory):
     def fit(epochs, *settings, num_devices=1):
         out = tmp_path_factory.mktemp("alone")
         elastic_worker.run(out, epochs, 0.0, *settings, devices=jax.devices()[:num_devices])
-        lines = [
-            json.loads(text)
-            for path in out.glob("*.jsonl")
-            for text in path.read_text().splitlines()
-        ]
+        lines = [line for _, line in processes.records_so_far(out)]
         return lines[-1], {x["step"]: x for x in lines if x["kind"] == "step"}
 
     return fit

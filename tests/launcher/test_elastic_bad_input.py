@@ -1,7 +1,6 @@
 """What is asked wrongly of a job whose hosts come and go, and hosts that cannot take part: what is said."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -238,12 +237,7 @@ class Training:
         self.job.__exit__()
 
     def lines(self, kind):
-        found = [
-            json.loads(text)
-            for path in self.folder.glob("*.jsonl")
-            for text in path.read_text().splitlines()
-        ]
-        return [x for x in found if x["kind"] == kind]
+        return [x for _, x in processes.records_so_far(self.folder) if x["kind"] == kind]
 
     def wait_for_step(self, step, limit_s=90.0):
         deadline = time.monotonic() + limit_s

@@ -1,6 +1,5 @@
 """A real Slurm runs `launch/slurm_elastic.sbatch`: nodes die, time runs out; every sample is applied once."""
 
-import json
 import os
 import pathlib
 import signal
@@ -9,6 +8,7 @@ import time
 
 import compilations
 import elastic_worker
+import processes
 import pytest
 import slurm as slurms
 
@@ -56,11 +56,7 @@ class Submitted:
 
     def lines(self, kind=None):
         """What all processes wrote, in order of time."""
-        found = [
-            {"pid": int(path.stem), **json.loads(text)}
-            for path in self.folder.glob("*.jsonl")
-            for text in path.read_text().splitlines()
-        ]
+        found = [{"pid": pid, **line} for pid, line in processes.records_so_far(self.folder)]
         return [x for x in sorted(found, key=lambda x: x["at"]) if kind in (None, x["kind"])]
 
     def wait(self, what, limit_s=120.0):

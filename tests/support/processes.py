@@ -1,5 +1,6 @@
 """Starts scripts under `jaxgoodput run` for tests: time-limited, and leaving nothing behind."""
 
+import json
 import os
 import pathlib
 import re
@@ -11,10 +12,20 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import compilations
 
 LIMIT_S = 90.0
+
+
+def records_so_far(folder: pathlib.Path) -> list[tuple[int, dict[str, Any]]]:
+    """What processes have written to `<pid>.jsonl` until now: (pid, record), without lines begun."""
+    return [
+        (int(path.stem), json.loads(text))
+        for path in folder.glob("*.jsonl")
+        for text in path.read_text().split("\n")[:-1]
+    ]
 
 
 @dataclass(frozen=True)

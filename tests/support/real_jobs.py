@@ -1,7 +1,6 @@
 """Jobs of tests that really train under a service: each counts how often each of its samples was applied."""
 
 import contextlib
-import json
 import os
 import pathlib
 import signal
@@ -81,12 +80,7 @@ class Job:
 
     def lines(self, kind: str) -> list[dict]:
         """What all of its processes wrote, in order of time."""
-        found = [
-            json.loads(text)
-            for path in self.folder.glob("*.jsonl")
-            for text in path.read_text().splitlines()
-            if text.endswith("}")  # others are being written
-        ]
+        found = [line for _, line in processes.records_so_far(self.folder)]
         return sorted((x for x in found if x["kind"] == kind), key=lambda x: x["at"])
 
     def slow_down(self, host: str, times: float) -> None:

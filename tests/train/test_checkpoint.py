@@ -399,6 +399,19 @@ def test_no_damage_of_any_file_is_restored_in_silence(original, tmp_path, told, 
     gc.collect()
 
 
+@left_behind
+def test_of_a_damaged_checkpoint_only_the_damage_is_told(workdir, told):
+    """The metadata is still valid, but for what the run remembered."""
+    metadata = workdir / "checkpoints" / "12" / "meta" / "metadata"
+    saved = json.loads(metadata.read_text())
+    saved["memory"]["findings"]["evidence"]["_calibration"]["likelihood"].pop()
+    metadata.write_text(json.dumps(saved))
+    assert restored(workdir).meta.step == 9
+    (message,) = told
+    assert "meta/metadata is not what was written" in message
+    gc.collect()
+
+
 def restored_at(workdir, step):
     """What a checkpoint that nobody has touched gives back."""
     with contextlib.ExitStack() as stack:

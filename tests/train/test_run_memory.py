@@ -389,6 +389,9 @@ def test_a_memory_that_cannot_be_read_costs_no_checkpoint(caplog, spoil):
     found = CheckpointMeta.from_json(saved)
     assert found == meta(None)
     assert "what the run remembered besides its state cannot be read" in caplog.text
+    caplog.clear()
+    assert CheckpointMeta.from_json(saved, with_memory=False) == meta(None)
+    assert not caplog.records  # it is nothing to those who only look
 
 
 def test_a_checkpoint_from_before_there_was_a_memory_is_read():

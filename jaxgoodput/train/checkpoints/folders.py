@@ -55,9 +55,10 @@ def folders_by_step(root: pathlib.Path) -> dict[int, pathlib.Path]:
     return dict(sorted((x.step, x.folder) for x in labels if x.is_certified is not False))
 
 
-def meta_in(folder: pathlib.Path) -> CheckpointMeta:
-    """Read the metadata in the folder of a checkpoint."""
-    return CheckpointMeta.from_json(json.loads((folder / "meta/metadata").read_text()))
+def meta_in(folder: pathlib.Path, *, with_memory: bool = False) -> CheckpointMeta:
+    """Read the metadata in the folder of a checkpoint; see `CheckpointMeta.from_json`."""
+    saved = json.loads((folder / "meta/metadata").read_text())
+    return CheckpointMeta.from_json(saved, with_memory=with_memory)
 
 
 def or_named(folder: pathlib.Path, read: Callable[[], T], name: str = "") -> T:

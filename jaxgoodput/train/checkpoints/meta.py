@@ -88,10 +88,11 @@ class CheckpointMeta:
         return encode(self)
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> "CheckpointMeta":
+    def from_json(cls, saved: Mapping[str, Any], *, with_memory: bool = True) -> "CheckpointMeta":
         """Read what `to_json` wrote.
 
-        What the run remembered is left out if this program cannot read it: training does not depend on it.
+        What the run remembered is left out if this program cannot read it, with a warning: training does not
+        depend on it. `with_memory=False` leaves it out unread, for those who do not go on with the run.
 
         Raises WrongWorkdirError for another version, KeyError, TypeError or ValueError for anything else.
         """
@@ -102,6 +103,8 @@ class CheckpointMeta:
                 f"to {VERSION}. Resume with the version of jaxgoodput that wrote it."
             )
         meta = decode({**saved, "memory": None}, cls, "checkpoint")
+        if not with_memory:
+            return meta
         try:
             memory = decode(saved.get("memory"), RunMemory | None, "memory")
         except ValueError as error:

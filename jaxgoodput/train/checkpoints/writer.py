@@ -281,7 +281,7 @@ class Checkpoints:
         def read_meta() -> SavedCheckpoint:
             if _disk.is_sealed(folder):  # otherwise reading the metadata fails
                 _disk.check(folder, share=jax.process_index(), num_shares=jax.process_count())
-            return SavedCheckpoint.at(folder)
+            return SavedCheckpoint.at(folder, with_memory=True)  # once it is known to be intact
 
         saved, failure = attempt(read_meta)
         is_wrong = isinstance(failure, WrongWorkdirError)  # intact, but not for this program
