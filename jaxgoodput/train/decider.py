@@ -173,6 +173,7 @@ class Decider:
             every_s=tuning.every_s,
             every_steps=tuning.every_steps,
             depth=depth,
+            adapts=adapt,
         )
         self._trials = Trials()
         self._history = BatchHistory.begun(current)

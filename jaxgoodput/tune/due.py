@@ -9,6 +9,8 @@ from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS, Situation
 LEAST_S = 0.5
 # And times what the last one took in CPU seconds: on few processors, steps wait for it.
 LEAST_TIMES = 50.0
+# And times that, if the batch is fixed: verdicts are only shown.
+LESS_OFTEN = 10.0
 PATIENCE = 4  # times its usual length that a trial may take until its steps are timed
 CALM_STEPS = 8  # undisturbed steps after a compilation before their times are compared
 
@@ -18,7 +20,7 @@ class VerdictTimer:
 
     It is asked at regular intervals, and also when something it was waiting for has happened: a trial has
     run its course, the noise has become known, a compilation has ended, or what the last verdict rested on
-    has drifted. It is not asked while the last change is still on its way to the loop, which happens `depth`
+    has drifted. It is asked less often if the batch is fixed (`adapts` is false). It is not asked while the last change is still on its way to the loop, which happens `depth`
     steps after the loop has accepted it.
     """
 
@@ -31,6 +33,7 @@ class VerdictTimer:
         every_s: float,
         every_steps: int,
         depth: int,
+        adapts: bool = True,
     ):
         self.is_judging = False  # from a question to its answer
         self.judged: Situation | None = None  # what was asked about last
@@ -41,6 +44,7 @@ class VerdictTimer:
         self._every_s = every_s
         self._every_steps = every_steps
         self._depth = depth
+        self._less_often = 1.0 if adapts else LESS_OFTEN
         self._num_steps = 0
         self._asked = now_s, 0  # second and step of the last question
         self._looked_s = math.inf  # for a drift; until the first question there is none to look for
@@ -117,7 +121,7 @@ class VerdictTimer:
         if not (is_known and has_fit):
             every_steps = min(every_steps, self._warm_up_steps)
         since_s = now_s - asked_s
-        least_s = max(LEAST_S, LEAST_TIMES * self.answer_s)
+        least_s = max(LEAST_S, LEAST_TIMES * self._less_often * self.answer_s)
         is_long = since_s >= least_s or self._looked_s == math.inf
         if since_s >= self._every_s or (since_asked >= every_steps and is_long):
             return True

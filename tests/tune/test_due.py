@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxgoodput.tune.due import CALM_STEPS, LEAST_S, LEAST_TIMES, PATIENCE, VerdictTimer
+from jaxgoodput.tune.due import (
+    CALM_STEPS,
+    LEAST_S,
+    LEAST_TIMES,
+    LESS_OFTEN,
+    PATIENCE,
+    VerdictTimer,
+)
 from jaxgoodput.tune.verdict import PROBE_S, PROBE_STEPS
 
 DEPTH = 2
@@ -15,14 +22,20 @@ DEPTH = 2
 class Run:
     """Steps of a second each, or of `step_s`, without a tuner."""
 
-    def __init__(self, step_s=1.0):
+    def __init__(self, step_s=1.0, *, adapts=True):
         self.step_s = step_s
         self.step, self.num_taken, self.asked_at = 0, 0, []
         self.state = {"is_trial": False, "is_known": True, "has_fit": True}
         self.has_drifted, self.num_looks = False, 0
         self.is_timed = True
         self.due = VerdictTimer(
-            0.0, warm_up_steps=4, dwell_steps=20, every_s=1e9, every_steps=50, depth=DEPTH
+            0.0,
+            warm_up_steps=4,
+            dwell_steps=20,
+            every_s=1e9,
+            every_steps=50,
+            depth=DEPTH,
+            adapts=adapts,
         )
 
     def go(self, steps, *, changed=False, disturbed=False):
@@ -69,13 +82,15 @@ def test_a_drift_calls_for_a_verdict_but_is_not_looked_for_at_every_step(step_s,
     assert asked and asked[0] <= soon + LEAST_S / step_s + 1
 
 
+@pytest.mark.parametrize("adapts", [True, False])
 @pytest.mark.parametrize("answer_s", [0.02, 0.1, 1.0])
-def test_verdicts_take_a_small_share_of_the_time_however_dear_they_are(answer_s):
-    run = Run(0.1)
+def test_verdicts_take_a_small_share_of_the_time_however_dear_they_are(answer_s, adapts):
+    run = Run(0.1, adapts=adapts)
     run.due.answer_s = answer_s
     asked = run.go(4_000)
-    assert len(asked) * answer_s <= 400 / LEAST_TIMES + 2 * answer_s
-    assert len(asked) >= 400 / max(LEAST_TIMES * answer_s, 5.0) - 2, "but they do come"
+    times = LEAST_TIMES if adapts else LESS_OFTEN * LEAST_TIMES
+    assert len(asked) * answer_s <= 400 / times + 2 * answer_s
+    assert len(asked) >= 400 / max(times * answer_s, 5.0) - 2, "but they do come"
 
 
 def test_the_first_verdict_waits_for_no_time():
