@@ -85,8 +85,16 @@ def start(checkout: pathlib.Path) -> Mapping[str, float]:
     return found
 
 
+def files(checkout: pathlib.Path) -> Mapping[str, float]:
+    """Seconds that a run's files take on the local disk."""
+    said = run(checkout, str(HERE / "benchmarks" / "local_files.py"))
+    rows = (line.rpartition(": ") for line in said.splitlines())
+    return {f"files: {what}": float(value) for what, _, value in rows}
+
+
 MEASURES: Mapping[str, Callable[[pathlib.Path], Mapping[str, float]]] = {
     "decision": decision,
+    "files": files,
     "move": move,
     "start": start,
 }
