@@ -145,14 +145,14 @@ def test_what_changes_on_its_way_is_noticed():
 
 
 @pytest.mark.slow
-def test_a_slow_link_writes_a_piece_that_takes_longer_than_a_request_may(monkeypatch):
+@pytest.mark.parametrize("kind", ["gs", "s3"])
+def test_a_slow_link_writes_a_piece_that_takes_longer_than_a_request_may(kind, monkeypatch):
     """Google's client hands over what it sends at once, and that is limited; the other sends small parts."""
     faults, data = buckets.Faults(bytes_per_s=2 * 2**20), bytes(24 * 2**20)
-    with buckets.emulator("gs") as emulator, buckets.faulty(emulator, faults) as through:
+    monkeypatch.setattr("jaxgoodput.workdir.gcs.SENDING", {"retry": None, "timeout": (5.0, 5.0)})
+    monkeypatch.setattr("jaxgoodput.workdir.s3.REQUEST_S", 5.0)
+    with buckets.emulator(kind) as emulator, buckets.faulty(emulator, faults) as through:
         store = store_of(through, "slow")
-        monkeypatch.setattr(
-            "jaxgoodput.workdir.gcs.SENDING", {"retry": None, "timeout": (5.0, 5.0)}
-        )
         store.put("x", data)
         faults.bytes_per_s = math.inf
         assert store.get("x").data == data
