@@ -20,8 +20,8 @@ class VerdictTimer:
 
     It is asked at regular intervals, and also when something it was waiting for has happened: a trial has
     run its course, the noise has become known, a compilation has ended, or what the last verdict rested on
-    has drifted. It is asked less often if the batch is fixed (`adapts` is false). It is not asked while the last change is still on its way to the loop, which happens `depth`
-    steps after the loop has accepted it.
+    has drifted. It is asked less often if the batch is fixed (`adapts` is false). It is not asked while the
+    last change is still on its way to the loop, which happens `depth` steps after the loop has accepted it.
     """
 
     def __init__(
