@@ -35,11 +35,24 @@ from jaxgoodput.cluster.scheduler.policies.deadlines import (
     deadlines_of,
     with_deadlines,
 )
-from jaxgoodput.cluster.scheduler.policies.guarantee import claims_of, due, with_due
+from jaxgoodput.cluster.scheduler.policies.guarantee import (
+    claims_of,
+    due,
+    with_due,
+    with_ended_turns,
+)
 from jaxgoodput.cluster.scheduler.policies.placeable import PlacingRules, choose_placeable
 from jaxgoodput.cluster.scheduler.policies.promises import promises
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
-from jaxgoodput.cluster.scheduler.policies.steady import as_of_last_event
+from jaxgoodput.cluster.scheduler.policies.steady import (
+    as_of_last_event,
+    changes,
+    some_wait,
+    starts,
+    unchanged,
+    with_ended_promises,
+    with_turns,
+)
 from jaxgoodput.cluster.scheduler.policies.tables import shrunk_tables
 from jaxgoodput.cluster.scheduler.policies.tenants import (
     GuaranteedClaims,
@@ -129,7 +142,17 @@ class Goodput:
         if self.smooth_tables:
             problem = replace(problem, goodput=shrunk_tables(problem))
         problem = replace(problem, goodput=with_usual_kinds(problem))
-        utility = self._utility(problem)
+        standing = as_of_last_event(problem, self.settle_s)
+        if standing is problem or not some_wait(problem):
+            return self._decide(problem, standing)
+        decision = self._decide(problem, problem)
+        if started := starts(decision, problem):
+            return with_turns(decision, problem, started)
+        return self._decide(problem, standing) if changes(decision, problem) else decision
+
+    def _decide(self, problem: ShapeProblem, then: ShapeProblem) -> Decision:
+        """Return the decision by weights and prices as they were `then`."""
+        utility = self._utility(problem, then)
         turns = due(problem, self.guaranteed, self.patience_s)
         deadlines = deadlines_of(problem)
         own = _guaranteed_claims(problem, utility, turns.due, deadlines)
@@ -140,22 +163,34 @@ class Goodput:
             too_young_to_pause(problem, self.least_run),
         )
         rules = PlacingRules(
-            move_cost=cost_of_move(problem, utility),
+            move_cost=cost_of_move(then if problem.cluster.changed_s else problem, utility),
             relative_gap=self.relative_gap,
             time_limit_s=self.time_limit_s,
         )
         start = promised.granted if own.claims else None
         choice, placed = choose_placeable(problem, utility, promised, rules, start=start)
+        still = unchanged(problem, utility, promised)
+        gap = self.relative_gap * abs(choice.objective)
+        if still is not None and choice.objective - still.choice.objective <= gap:
+            choice, placed = replace(still.choice, bound=choice.bound), still.allocations
         decision = problem.decide(choice, placed=placed)
-        if cluster.tenants:
+        if problem.cluster.tenants:
             decision = with_tenants(decision, problem, own)
         decision = with_deadlines(decision, problem, choice, deadlines)
-        return with_due(decision, problem, turns.due)
+        decision = with_due(decision, problem, turns.due)
+        if then is problem:
+            return decision
+        before = due(then, self.guaranteed, self.patience_s)
+        decision = with_ended_turns(decision, problem, before.due, turns.due)
+        return with_ended_promises(decision, problem, then.now_s, self.least_run)
 
-    def _utility(self, problem: ShapeProblem) -> np.ndarray:
-        """Return [jobs, shapes] what each job adds to the objective with each shape; NaN = not allowed."""
+    def _utility(self, problem: ShapeProblem, then: ShapeProblem) -> np.ndarray:
+        """Return [jobs, shapes] what each job adds to the objective with each shape; NaN = not allowed.
+
+        Weights, and if the time of the last news is known also the prices of changes, are as of `then`.
+        """
         cluster, each = problem.cluster, capacity(problem.cluster)
-        weight = self._weight(as_of_last_event(problem, self.settle_s))
+        weight = self._weight(then)
         if cluster.tenants and self.fairness > 0:
             weight = weight * fair_factors(problem, self.fairness)
         market = clearing_prices(
@@ -168,8 +203,9 @@ class Goodput:
         share = problem.goodput / market.best[:, None]
         usual = market.cost * market.best
         worth = usual[:, None] * share**self.diminishing
-        utility = worth * (1.0 - lost_by_change(problem, self.kind_change))
-        utility += worth_of_no_pause(problem, worth, usual, self.pause)[:, None]
+        priced = problem if cluster.changed_s is None else then
+        utility = worth * (1.0 - lost_by_change(priced, self.kind_change))
+        utility += worth_of_no_pause(priced, worth, usual, self.pause)[:, None]
         return utility
 
     def _weight(self, problem: ShapeProblem) -> np.ndarray:

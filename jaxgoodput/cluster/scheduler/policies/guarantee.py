@@ -87,3 +87,18 @@ def with_due(decision: Decision, problem: ShapeProblem, is_due: np.ndarray) -> D
         if view.spec.id in decision.allocations and not view.allocation.devices:
             reasons[view.spec.id] += ": it has had less than its guaranteed share of the time"
     return replace(decision, reasons=reasons)
+
+
+def with_ended_turns(
+    decision: Decision, problem: ShapeProblem, was_due: np.ndarray, is_due: np.ndarray
+) -> Decision:
+    """Return the decision; jobs that lose devices as they are no longer due have this added to their reasons.
+
+    `was_due`: [jobs] bool, at the last event.
+    """
+    reasons = dict(decision.reasons)
+    for view in (problem.jobs[i] for i in np.flatnonzero(was_due & ~is_due & problem.running)):
+        given = decision.allocations.get(view.spec.id)
+        if given is None or given.num_devices < view.allocation.num_devices:
+            reasons[view.spec.id] += ": its turn is over, as it has had its guaranteed share"
+    return replace(decision, reasons=reasons)
