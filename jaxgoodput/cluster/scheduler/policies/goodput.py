@@ -45,9 +45,10 @@ from jaxgoodput.cluster.scheduler.policies.placeable import PlacingRules, choose
 from jaxgoodput.cluster.scheduler.policies.promises import promises
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
 from jaxgoodput.cluster.scheduler.policies.steady import (
-    as_of_last_event,
+    Standing,
     changes,
     some_wait,
+    standing,
     starts,
     unchanged,
     with_ended_promises,
@@ -108,7 +109,7 @@ class Goodput:
     age_power: float = 0.25
     """Power with which it rises, so that jobs that came together do not all finish together."""
     settle_s: float = 600.0
-    """Time after the last event from which weights stand still, while all jobs run."""
+    """Time after the last arrival or change of devices from which weights stand still, while all jobs run."""
     growth: float | None = None
     """Largest size offered, as a multiple of the largest measured size; None = trust the job's table."""
     smooth_tables: bool = True
@@ -142,15 +143,15 @@ class Goodput:
         if self.smooth_tables:
             problem = replace(problem, goodput=shrunk_tables(problem))
         problem = replace(problem, goodput=with_usual_kinds(problem))
-        standing = as_of_last_event(problem, self.settle_s)
-        if standing is problem or not some_wait(problem):
-            return self._decide(problem, standing)
-        decision = self._decide(problem, problem)
+        then = standing(problem, self.settle_s)
+        if all(it is problem for it in then) or not some_wait(problem):
+            return self._decide(problem, then)
+        decision = self._decide(problem, Standing(problem, problem))
         if started := starts(decision, problem):
             return with_turns(decision, problem, started)
-        return self._decide(problem, standing) if changes(decision, problem) else decision
+        return self._decide(problem, then) if changes(decision, problem) else decision
 
-    def _decide(self, problem: ShapeProblem, then: ShapeProblem) -> Decision:
+    def _decide(self, problem: ShapeProblem, then: Standing) -> Decision:
         """Return the decision by weights and prices as they were `then`."""
         utility = self._utility(problem, then)
         turns = due(problem, self.guaranteed, self.patience_s)
@@ -163,7 +164,7 @@ class Goodput:
             too_young_to_pause(problem, self.least_run),
         )
         rules = PlacingRules(
-            move_cost=cost_of_move(then if problem.cluster.changed_s else problem, utility),
+            move_cost=cost_of_move(then.prices, utility),
             relative_gap=self.relative_gap,
             time_limit_s=self.time_limit_s,
         )
@@ -178,19 +179,16 @@ class Goodput:
             decision = with_tenants(decision, problem, own)
         decision = with_deadlines(decision, problem, choice, deadlines)
         decision = with_due(decision, problem, turns.due)
-        if then is problem:
+        if then.prices is problem:
             return decision
-        before = due(then, self.guaranteed, self.patience_s)
+        before = due(then.prices, self.guaranteed, self.patience_s)
         decision = with_ended_turns(decision, problem, before.due, turns.due)
-        return with_ended_promises(decision, problem, then.now_s, self.least_run)
+        return with_ended_promises(decision, problem, then.prices.now_s, self.least_run)
 
-    def _utility(self, problem: ShapeProblem, then: ShapeProblem) -> np.ndarray:
-        """Return [jobs, shapes] what each job adds to the objective with each shape; NaN = not allowed.
-
-        Weights, and if the time of the last news is known also the prices of changes, are as of `then`.
-        """
+    def _utility(self, problem: ShapeProblem, then: Standing) -> np.ndarray:
+        """Return [jobs, shapes] what each job adds to the objective with each shape; NaN = not allowed."""
         cluster, each = problem.cluster, capacity(problem.cluster)
-        weight = self._weight(then)
+        weight = self._weight(then.weights)
         if cluster.tenants and self.fairness > 0:
             weight = weight * fair_factors(problem, self.fairness)
         market = clearing_prices(
@@ -203,9 +201,8 @@ class Goodput:
         share = problem.goodput / market.best[:, None]
         usual = market.cost * market.best
         worth = usual[:, None] * share**self.diminishing
-        priced = problem if cluster.changed_s is None else then
-        utility = worth * (1.0 - lost_by_change(priced, self.kind_change))
-        utility += worth_of_no_pause(priced, worth, usual, self.pause)[:, None]
+        utility = worth * (1.0 - lost_by_change(then.prices, self.kind_change))
+        utility += worth_of_no_pause(then.prices, worth, usual, self.pause)[:, None]
         return utility
 
     def _weight(self, problem: ShapeProblem) -> np.ndarray:

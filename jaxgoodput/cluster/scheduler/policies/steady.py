@@ -3,10 +3,10 @@
 Weights fall with service, weights and the price of a change follow age. Without this rule, the running job
 with more devices falls behind, gives devices to another job, gets them back, and so on for ever: 30 endless
 jobs on 64 devices, with no event at all, changed 113 times in rounds 50 to 400. Service received says
-something about a job's length when a job arrives, ends or is measured. So weights and prices stand still from
-the last such event on: `ClusterSpec.changed_s`, or a change of devices. If that time is unknown, it is the
-latest arrival or change of devices, weights stand still some time later, and prices follow the present,
-because new measurements are worth acting on.
+something about a job's length when a job arrives, ends or is measured. So weights stand still from the last
+arrival or change of devices on, and prices from the last news, which may also be a measurement
+(`ClusterSpec.changed_s`). If nothing says when there was news, prices follow the present, because a new
+measurement is worth acting on.
 
 While a job waits, the present counts, so that it gets its turn: the jobs that hold its devices have had more
 of them since. Only if that starts a job, something changes; running jobs exchange no devices meanwhile.
@@ -16,6 +16,7 @@ for these reasons is named in the decision's reasons.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,14 +28,11 @@ from jaxgoodput.cluster.scheduler.policy import Decision, JobView
 from jaxgoodput.cluster.scheduler.solve.assignment import Choice
 
 
-def last_event_s(problem: ShapeProblem) -> float:
-    """Return the time of the latest arrival, change of devices or other news, at most the present."""
-    events_s = [
-        t for v in problem.jobs for t in (v.submitted_s, v.since_s, v.paused_s) if t is not None
-    ]
-    if problem.cluster.changed_s is not None:
-        events_s.append(problem.cluster.changed_s)
-    return min(max(events_s, default=problem.now_s), problem.now_s)
+class Standing(NamedTuple):
+    """The problem as it was when weights and prices began to stand still."""
+
+    weights: ShapeProblem
+    prices: ShapeProblem
 
 
 def some_wait(problem: ShapeProblem) -> bool:
@@ -43,21 +41,31 @@ def some_wait(problem: ShapeProblem) -> bool:
     return bool((could & ~problem.running).any())
 
 
-def as_of_last_event(problem: ShapeProblem, settle_s: float) -> ShapeProblem:
-    """Return the problem with time, service and declared work as they were at the last event.
+def standing(problem: ShapeProblem, settle_s: float) -> Standing:
+    """Return the problem as it was at the last event, for weights, and at the last news, for prices.
 
-    If the time of the last news is unknown, as they were `settle_s` after the last event. Until then, return
-    the problem unchanged.
+    News that is later than the last arrival or change of devices moves weights by at most `settle_s`; so does
+    the time that passes if it is unknown when there was news.
     """
-    settled_s = last_event_s(problem)
-    settled_s += settle_s if problem.cluster.changed_s is None else 0.0
-    if problem.now_s <= settled_s:
+    now_s, news_s = problem.now_s, problem.cluster.changed_s
+    event_s = max(
+        (t for v in problem.jobs for t in (v.submitted_s, v.since_s, v.paused_s) if t is not None),
+        default=now_s,
+    )
+    last_s = now_s if news_s is None else min(max(event_s, news_s), now_s)
+    weights = as_of(problem, min(event_s + settle_s, last_s))
+    return Standing(weights, as_of(problem, last_s))
+
+
+def as_of(problem: ShapeProblem, at_s: float) -> ShapeProblem:
+    """Return the problem with time, service and declared work as they were, if jobs kept their devices."""
+    if problem.now_s <= at_s:
         return problem
     jobs = tuple(
-        _as_of(view, int(shape), problem, settled_s)
+        _as_of(view, int(shape), problem, at_s)
         for view, shape in zip(problem.jobs, problem.present.tolist(), strict=True)
     )
-    return replace(problem, jobs=jobs, now_s=settled_s)
+    return replace(problem, jobs=jobs, now_s=at_s)
 
 
 def _as_of(view: JobView, shape: int, problem: ShapeProblem, at_s: float) -> JobView:

@@ -11,7 +11,7 @@ from event_logs import EventWorld
 
 from jaxgoodput.cluster.scheduler.policies.goodput import Goodput
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
-from jaxgoodput.cluster.scheduler.policies.steady import as_of_last_event, some_wait
+from jaxgoodput.cluster.scheduler.policies.steady import as_of, some_wait, standing
 from jaxgoodput.cluster.scheduler.policy import JobView
 from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node, Shape
 
@@ -84,11 +84,25 @@ def job(id_, device, since_s, received_s):
 
 def test_service_since_the_last_event_is_left_out():
     jobs = (job("x", 0, 100.0, {"a": 4000.0}), job("y", 1, 400.0, {"a": 700.0, "b": 2800.0}))
-    then = as_of_last_event(ShapeProblem.of(jobs, TWO, 3000.0), 600.0)
-    assert then.now_s == 1000.0  # the last change was at 400 s
-    np.testing.assert_allclose(then.received_s(), [2000.0, 1500.0])
+    then = standing(ShapeProblem.of(jobs, TWO, 3000.0), 600.0)
+    assert then.weights.now_s == 1000.0  # the last change was at 400 s
+    assert then.prices.now_s == 3000.0  # what was measured since is unknown
+    np.testing.assert_allclose(then.weights.received_s(), [2000.0, 1500.0])
     early = ShapeProblem.of(jobs, TWO, 900.0)
-    assert as_of_last_event(early, 600.0) is early
+    assert all(problem is early for problem in standing(early, 600.0))
+
+
+@pytest.mark.parametrize(
+    ("news_s", "weights_s", "prices_s"),
+    [(None, 1000.0, 3000.0), (0.0, 400.0, 400.0), (500.0, 500.0, 500.0), (2000.0, 1000.0, 2000.0)],
+)
+def test_prices_stand_still_from_the_last_news_on_and_weights_soon_after_an_event(
+    news_s, weights_s, prices_s
+):
+    jobs = (job("x", 0, 100.0, {"a": 4000.0}), job("y", 1, 400.0, {"a": 3500.0}))
+    problem = ShapeProblem.of(jobs, dataclasses.replace(TWO, changed_s=news_s), 3000.0)
+    then = standing(problem, 600.0)
+    assert (then.weights.now_s, then.prices.now_s) == (weights_s, prices_s)
 
 
 def test_a_job_waits_only_if_it_could_run():
@@ -97,9 +111,8 @@ def test_a_job_waits_only_if_it_could_run():
     hopeless = dataclasses.replace(jobs[1], goodput={})
     problem = ShapeProblem.of((jobs[0], hopeless), TWO, 9000.0)
     assert not some_wait(problem)
-    assert as_of_last_event(problem, 600.0).now_s == 600.0
-    nobody = ShapeProblem.of((), TWO, 9000.0)
-    assert as_of_last_event(nobody, 600.0) is nobody
+    nothing = ShapeProblem.of((), TWO, 9000.0)
+    assert all(problem is nothing for problem in standing(nothing, 600.0))
 
 
 @pytest.fixture(scope="module")
@@ -146,8 +159,7 @@ def test_declared_work_and_time_on_devices_are_of_the_last_event_too():
         fraction_received_s={"a": 900.0},
         restart_s=30.0,
     )
-    problem = ShapeProblem.of([view], dataclasses.replace(TWO, changed_s=110.0), 1000.0)
-    (then,) = as_of_last_event(problem, 600.0).jobs
+    (then,) = as_of(ShapeProblem.of([view], TWO, 1000.0), 110.0).jobs
     assert then.remaining == pytest.approx(100.0 + 1000.0 - 130.0)  # it restarted until 130 s
     assert then.received_s["a"] == then.fraction_received_s["a"] == pytest.approx(10.0)
 
