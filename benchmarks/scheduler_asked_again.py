@@ -83,7 +83,9 @@ def job_of(rng, name, cluster, now_s):
         submitted_s=now_s,
         restart_s=float(rng.choice([2.0, 30.0, 120.0])),
         largest_profiled=int(rng.choice([0, 1, 4])) if mode == "adaptive" else 1,
-        remaining=float(rng.uniform(2.0, 30.0)) * 3600.0 * max(table.values()) if declares else None,
+        remaining=float(rng.uniform(2.0, 30.0)) * 3600.0 * max(table.values())
+        if declares
+        else None,
     )
 
 
@@ -112,7 +114,9 @@ def carried_out(views, plan: Plan, now_s) -> list[JobView]:
 def later(views, cluster, now_s, span_s) -> list[JobView]:
     """The jobs after a while in which nothing happens but that running ones work."""
     kind_of = {node.name: node.kind for node in cluster.nodes}
-    return [_worked(view, shape_of(view.allocation.devices, kind_of), now_s, span_s) for view in views]
+    return [
+        _worked(view, shape_of(view.allocation.devices, kind_of), now_s, span_s) for view in views
+    ]
 
 
 def _worked(view, shape, now_s, span_s) -> JobView:
@@ -201,7 +205,9 @@ def main():
     for span_s in LATER_S:
         print(f"{span_s:14.0f} {named[span_s]:13d} {unnamed[span_s]:21d}")
     verdict = "ok" if not worlds else "OVER"
-    print(f"worlds that change with nothing due: {len(worlds)} of {options.worlds}, asked 0 {verdict}")
+    print(
+        f"worlds that change with nothing due: {len(worlds)} of {options.worlds}, asked 0 {verdict}"
+    )
 
 
 if __name__ == "__main__":
