@@ -19,7 +19,7 @@ import numpy as np
 from jaxgoodput.cluster.scheduler import Goodput, JobView, reconcile
 from jaxgoodput.cluster.scheduler.policy import Plan
 from jaxgoodput.cluster.scheduler.shapes import shape_of, shapes
-from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node
+from jaxgoodput.specs import ClusterSpec, JobSpec, Node
 
 LATER_S = (0.0, 45.0, 120.0, 400.0, 1000.0, 2000.0, 3600.0)
 NAMED = (  # in reasons: what fell due

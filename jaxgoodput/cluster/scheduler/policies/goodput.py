@@ -201,7 +201,9 @@ class Goodput:
         share = problem.goodput / market.best[:, None]
         usual = market.cost * market.best
         worth = usual[:, None] * share**self.diminishing
-        utility = worth * (1.0 - lost_by_change(then.prices, self.kind_change))
+        # Of what a unit of work costs, the part that is due to the devices which other jobs want.
+        contention = 1.0 - np.nan_to_num(weight / usual)
+        utility = worth * (1.0 - lost_by_change(then.prices, self.kind_change, contention))
         utility += worth_of_no_pause(then.prices, worth, usual, self.pause)[:, None]
         return utility
 

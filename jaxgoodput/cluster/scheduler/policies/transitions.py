@@ -19,28 +19,36 @@ STAY_SHARE = 0.8  # of the mean time between changes; tuned in simulations
 BEFORE_S = 120.0  # assumed age of a job that has just come, in addition to two restarts
 
 
-def expected_stay_s(problem: ShapeProblem) -> np.ndarray:
+def expected_stay_s(problem: ShapeProblem, contention: np.ndarray | float = 1.0) -> np.ndarray:
     """Return [jobs] seconds, above 0, that an allocation is expected to last.
 
-    stay = 0.8 (age + 2 restart + 120 s) / (restarts + 1): the mean time between a job's changes so far, as
-    if it had lived a little longer. A change has to pay back its restart within this time. A fixed horizon
-    is too long for a job whose devices other jobs keep taking, and too short for one that is rarely
-    disturbed: on synthetic days of three kinds with restarts of 25 to 250 s it led to 7.7 restarts per job,
-    this rule to 4. Sia's restart factor builds on the same mean, but can reach 0 and freeze the job.
+    If others want the devices, stay = 0.8 lived / (restarts + 1), lived = age + 2 restart + 120 s: the mean
+    time between a job's changes so far, as if it had lived a little longer. A change has to pay back its
+    restart within this time. A fixed horizon is too long for a job whose devices other jobs keep taking, and
+    too short for one that is rarely disturbed: on synthetic days of three kinds with restarts of 25 to 250 s
+    it led to 7.7 restarts per job, this rule to 4. Sia's restart factor builds on the same mean, but can
+    reach 0 and freeze the job.
+
+    If devices are free, nothing but the job's own growth ends an allocation, and what a larger size leads to
+    lasts as long as the job: for as long again as it has lived, if nothing else is known. `contention` (0 to
+    1, [jobs] or one for all) says how much of the one and of the other; both are rates of changes.
     """
     lived_s = problem.age_s() + 2.0 * problem.restart_s() + BEFORE_S
-    return STAY_SHARE * lived_s / (problem.num_restarts() + 1.0)
+    by_others = contention * (problem.num_restarts() + 1.0) / STAY_SHARE
+    return lived_s / (by_others + (1.0 - contention))
 
 
-def lost_by_change(problem: ShapeProblem, kind_change: float) -> np.ndarray:
+def lost_by_change(
+    problem: ShapeProblem, kind_change: float, contention: np.ndarray | float = 1.0
+) -> np.ndarray:
     """Return [jobs, shapes] the share of a shape's worth that is lost by changing to it; 0 for no change.
 
-    A change of kind costs `kind_change` restarts.
+    A change of kind costs `kind_change` restarts. `contention`: see `expected_stay_s`.
     """
     held = np.append(problem.kind, -1)[problem.present]  # -1 = none of these
     other = (held >= 0)[:, None] & (problem.kind != held[:, None])
     restart_s = problem.restart_s()[:, None] * np.where(other, kind_change, 1.0)
-    lost = np.minimum(restart_s / expected_stay_s(problem)[:, None], MOST_LOST)
+    lost = np.minimum(restart_s / expected_stay_s(problem, contention)[:, None], MOST_LOST)
     return np.where(problem.changes, lost, 0.0)
 
 
