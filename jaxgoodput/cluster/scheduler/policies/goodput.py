@@ -63,6 +63,7 @@ from jaxgoodput.cluster.scheduler.policies.tenants import (
 )
 from jaxgoodput.cluster.scheduler.policies.transitions import (
     cost_of_move,
+    leads_further,
     lost_by_change,
     too_young_to_pause,
     worth_of_no_pause,
@@ -203,6 +204,7 @@ class Goodput:
         worth = usual[:, None] * share**self.diminishing
         # Of what a unit of work costs, the part that is due to the devices which other jobs want.
         contention = 1.0 - np.nan_to_num(weight / usual)
+        worth = worth * leads_further(problem) ** (1.0 - contention)[:, None]
         utility = worth * (1.0 - lost_by_change(then.prices, self.kind_change, contention))
         utility += worth_of_no_pause(then.prices, worth, usual, self.pause)[:, None]
         return utility

@@ -11,11 +11,13 @@ it.
 import numpy as np
 
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
+from jaxgoodput.cluster.scheduler.shapes import capacity
 
 MOST_LOST = (
     0.9  # 1 would stop a job on an empty cluster as soon as its present shape is not offered
 )
 STAY_SHARE = 0.8  # of the mean time between changes; tuned in simulations
+LEADS = 0.15  # of a doubling: the least that the next one is hoped to bring
 BEFORE_S = 120.0  # assumed age of a job that has just come, in addition to two restarts
 
 
@@ -50,6 +52,24 @@ def lost_by_change(
     restart_s = problem.restart_s()[:, None] * np.where(other, kind_change, 1.0)
     lost = np.minimum(restart_s / expected_stay_s(problem, contention)[:, None], MOST_LOST)
     return np.where(problem.changes, lost, 0.0)
+
+
+def leads_further(problem: ShapeProblem) -> np.ndarray:
+    """Return [jobs, shapes] the factor on the worth of a size that opens up larger ones; 1 for others.
+
+    A job that may only grow step by step knows larger sizes once it has run on its largest one. So that one
+    is worth more than what it achieves itself, if the job and the cluster have room for more.
+    """
+    if not problem.goodput.size:
+        return np.ones(problem.goodput.shape)
+    allowed = ~np.isnan(problem.goodput)
+    largest = np.where(allowed, problem.devices, 0).max(1, initial=0)
+    measured = np.array([view.largest_profiled for view in problem.jobs], np.int64)
+    most = np.array([view.spec.max_devices for view in problem.jobs], np.int64)
+    adapts = np.array([view.spec.mode != "rigid" for view in problem.jobs], bool)
+    room = np.minimum(most, max(capacity(problem.cluster).values(), default=0))
+    opens = adapts & (measured > 0) & (largest > measured) & (2 * largest <= room)
+    return np.where(opens[:, None] & (problem.devices == largest[:, None]), 2.0**LEADS, 1.0)
 
 
 def cost_of_move(problem: ShapeProblem, utility: np.ndarray) -> np.ndarray:
