@@ -54,7 +54,7 @@ from jaxgoodput.cluster.scheduler.policies.steady import (
     with_ended_promises,
     with_turns,
 )
-from jaxgoodput.cluster.scheduler.policies.tables import shrunk_tables
+from jaxgoodput.cluster.scheduler.policies.tables import shrunk_tables, with_doubt
 from jaxgoodput.cluster.scheduler.policies.tenants import (
     GuaranteedClaims,
     fair_factors,
@@ -144,6 +144,7 @@ class Goodput:
         if self.smooth_tables:
             problem = replace(problem, goodput=shrunk_tables(problem))
         problem = replace(problem, goodput=with_usual_kinds(problem))
+        problem = replace(problem, goodput=with_doubt(problem))
         then = standing(problem, self.settle_s)
         if all(it is problem for it in then) or not some_wait(problem):
             return self._decide(problem, then)
