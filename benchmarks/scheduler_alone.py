@@ -1,12 +1,12 @@
-"""How fast one job grows on an idle cluster: its end under `Goodput` and under Pollux's policy, solved exactly.
+"""How fast a job grows on an idle cluster: its end under `Goodput`, and under Pollux's policy, solved exactly.
 
     python benchmarks/scheduler_alone.py ../shared/data [--applications imagenet yolov3 deepspeech2 cifar10]
 
 The folder holds `pollux` as its artifact ships it: measured tables of each application. A job arrives alone
-on 64 devices, in rounds of 60 s with restarts of 30 s. *Twofold*: it is offered at most twice the largest size
-that it has run on, as in Pollux's simulator. *Any*: any size at once. Every line has the sizes on the way.
-Asked: twofold, no job ends later than under Pollux's policy; any, imagenet ends within 16,500 s, after at
-most three smaller sizes.
+on 64 devices, in rounds of 60 s with restarts of 30 s. *Twofold*: it is offered at most twice the largest
+size that it has run on, as in Pollux's simulator. *Any*: any size at once. Every line has the sizes on the
+way. Asked: twofold, no job ends later than under Pollux's policy; any, imagenet ends within 16,500 s, after
+at most three smaller sizes.
 """
 
 import argparse

@@ -15,7 +15,9 @@ so that no job is frozen. A paused job restarts once more (`transitions.py`). Th
 device-seconds that a job has had: a job that has had little probably needs little more and leaves soon. The
 weight rises with age, so the earlier one of two large jobs finishes first. If a job declares its
 progress, the work left decides instead. A job that has not run yet is offered the kinds at the ratios that
-other jobs measured (`with_usual_kinds`), and tables that contradict themselves are smoothed (`tables.py`).
+other jobs measured (`with_usual_kinds`). Tables that contradict themselves are smoothed, and far from what
+was measured they count for less (`tables.py`). If devices are free, a size is worth more for what it leads
+to.
 
 Some jobs run whatever they are worth: as many of a tenant's jobs as it is guaranteed devices (`tenants.py`),
 jobs that must run to meet their deadlines (`deadlines.py`), and jobs that have had far less than an equal

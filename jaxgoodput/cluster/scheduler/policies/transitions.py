@@ -1,11 +1,11 @@
 """What it costs to change, pause and resume a job, and which jobs began too recently to be stopped.
 
 Every allocation begins with a restart, so its cost depends on how long the allocation lasts
-(`expected_stay_s`). A job that changes its shape or comes back loses the restart's share of that stay. A
-paused job restarts once more, so keeping a job running is worth that restart, and more the more often it has
-restarted. Otherwise, since weights fall with service, the waiting job would have the higher weight in every
-round, and two equal jobs would take turns for ever. A first start costs nothing, because no decision avoids
-it.
+(`expected_stay_s`): until other jobs want its devices, or as long as the job lives. A job that changes its
+shape or comes back loses the restart's share of that stay. A paused job restarts once more, so keeping a job
+running is worth that restart, and more the more often it has restarted. Otherwise, since weights fall with
+service, the waiting job would have the higher weight in every round, and two equal jobs would take turns for
+ever. A first start costs nothing, because no decision avoids it.
 """
 
 import numpy as np
@@ -58,7 +58,8 @@ def leads_further(problem: ShapeProblem) -> np.ndarray:
     """Return [jobs, shapes] the factor on the worth of a size that opens up larger ones; 1 for others.
 
     A job that may only grow step by step knows larger sizes once it has run on its largest one. So that one
-    is worth more than what it achieves itself, if the job and the cluster have room for more.
+    is worth more than what it achieves itself, if the job and the cluster have room for more, and if its
+    table does not say that a smaller size is as good.
     """
     if not problem.goodput.size:
         return np.ones(problem.goodput.shape)
@@ -69,7 +70,11 @@ def leads_further(problem: ShapeProblem) -> np.ndarray:
     adapts = np.array([view.spec.mode != "rigid" for view in problem.jobs], bool)
     room = np.minimum(most, max(capacity(problem.cluster).values(), default=0))
     opens = adapts & (measured > 0) & (largest > measured) & (2 * largest <= room)
-    return np.where(opens[:, None] & (problem.devices == largest[:, None]), 2.0**LEADS, 1.0)
+    at_largest = problem.devices == largest[:, None]
+    goodput = np.where(allowed, problem.goodput, 0.0)
+    smaller = np.where(at_largest, 0.0, goodput).max(1)
+    leads = opens[:, None] & at_largest & (goodput > smaller[:, None])
+    return np.where(leads, 2.0**LEADS, 1.0)
 
 
 def cost_of_move(problem: ShapeProblem, utility: np.ndarray) -> np.ndarray:

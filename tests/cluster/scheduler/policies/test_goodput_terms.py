@@ -1,5 +1,7 @@
 """What the default policy's utility is made of: prices, expected stays, and kinds that others know."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -223,6 +225,12 @@ def test_the_largest_size_on_offer_is_worth_more_if_it_opens_up_others():
     assert leads(sized(4, largest=8, mode="rigid", num_devices=8)) == []
 
 
+def test_a_size_that_looks_no_better_than_a_smaller_one_is_not_tried_for_what_may_follow():
+    view = sized(4, largest=8)
+    table = {s: min(g, 4.0) for s, g in view.goodput.items()}
+    assert leads(dataclasses.replace(view, goodput=table)) == []
+
+
 @given(profiled=st.integers(0, 64))
 def test_a_table_is_trusted_near_what_was_measured(profiled):
     problem = ShapeProblem.of((sized(profiled),), WIDE, 0.0)
@@ -233,7 +241,9 @@ def test_a_table_is_trusted_near_what_was_measured(profiled):
     near = problem.devices <= FAR * profiled
     np.testing.assert_array_equal(found[near], told[near])
     assert (found[~near] < told[~near]).all()
-    np.testing.assert_allclose(found[~near], FAR * profiled)  # as much as perfect scaling gives there
+    np.testing.assert_allclose(
+        found[~near], FAR * profiled
+    )  # as much as perfect scaling gives there
 
 
 def test_a_table_that_is_no_estimate_of_the_job_is_trusted_everywhere():
