@@ -1,4 +1,4 @@
-"""How fast a job grows on an idle cluster: its end under `Goodput`, and under Pollux's policy, solved exactly.
+"""How fast a job grows on an idle cluster: its end under `Goodput` and under Pollux's policy, solved exactly.
 
     python benchmarks/scheduler_alone.py ../shared/data [--applications imagenet yolov3 deepspeech2 cifar10]
 

@@ -32,12 +32,16 @@ def expected_stay_s(problem: ShapeProblem, contention: np.ndarray | float = 1.0)
     reach 0 and freeze the job.
 
     If devices are free, nothing but the job's own growth ends an allocation, and what a larger size leads to
-    lasts as long as the job: for as long again as it has lived, if nothing else is known. `contention` (0 to
-    1, [jobs] or one for all) says how much of the one and of the other; both are rates of changes.
+    lasts as long as the job: for as long again as it has lived, if nothing else is known. Only restarts beyond
+    the doublings up to its largest size count then, as of a job whose table moves to and fro. `contention` (0
+    to 1, [jobs] or one for all) says how much of the one and of the other; both are rates of changes.
     """
     lived_s = problem.age_s() + 2.0 * problem.restart_s() + BEFORE_S
-    by_others = contention * (problem.num_restarts() + 1.0) / STAY_SHARE
-    return lived_s / (by_others + (1.0 - contention))
+    restarts = problem.num_restarts()
+    by_others = contention * (restarts + 1.0) / STAY_SHARE
+    largest = np.array([max(view.largest_profiled, 1) for view in problem.jobs], np.float64)
+    its_own = (1.0 - contention) * (np.maximum(restarts - np.log2(largest), 0.0) + 1.0)
+    return lived_s / (by_others + its_own)
 
 
 def lost_by_change(
