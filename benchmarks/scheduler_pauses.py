@@ -106,10 +106,11 @@ def main():
     over = sum(pauses.longest_s > MOST_S for pauses in found)
     some = sum(pauses.longest_s > 0.0 for pauses in found)
     restarts = float(np.mean([pauses.restarts_per_h for pauses in found]))
+    verdict = "ok" if longest_s <= MOST_S else "OVER"
     print(
-        f"{options.worlds} worlds, {options.hours:g} h: longest pause {longest_s:.0f} s (asked <= {MOST_S:.0f} "
-        f"{'ok' if longest_s <= MOST_S else 'OVER'}), worlds with pauses {some}, with longer ones {over}; "
-        f"restarts per job and hour {restarts:.2f}"
+        f"{options.worlds} worlds, {options.hours:g} h: longest pause {longest_s:.0f} s (asked <= "
+        f"{MOST_S:.0f} {verdict}), worlds with pauses {some}, with longer ones {over}; restarts per job and "
+        f"hour {restarts:.2f}"
     )
 
 

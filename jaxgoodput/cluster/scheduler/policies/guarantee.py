@@ -6,9 +6,9 @@ at most 1, for C devices and jobs that need n_j. A job older than a patience is 
 than a guaranteed share of part x age. It stays due until it has had twice that, so it is not interrupted at
 once; if jobs alternate, they do so in stretches that grow with their age. So that they do not grow for ever,
 a job is also due once it has waited, without a break, for twice the patience times the number of clusters
-that all jobs together would fill; turns of one patience each would come in half of that. While at most half as
-many jobs again want devices as there are, a job that has run is due much sooner: turns are then long, and a
-pause costs its job more than the restarts cost the others.
+that all jobs together would fill; turns of one patience each would come in half of that. While at most half
+as many jobs again want devices as there are, a job that has run is due much sooner: turns are then long, and
+a pause costs its job more than the restarts cost the others.
 
 Due jobs are served before jobs that are restarting or began lately: first the ones that have waited too long,
 then the others in order of submission. So the oldest waiting job runs at once if it does not fit beside

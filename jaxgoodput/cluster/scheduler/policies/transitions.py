@@ -32,9 +32,10 @@ def expected_stay_s(problem: ShapeProblem, contention: np.ndarray | float = 1.0)
     reach 0 and freeze the job.
 
     If devices are free, nothing but the job's own growth ends an allocation, and what a larger size leads to
-    lasts as long as the job: for as long again as it has lived, if nothing else is known. Only restarts beyond
-    the doublings up to its largest size count then, as of a job whose table moves to and fro. `contention` (0
-    to 1, [jobs] or one for all) says how much of the one and of the other; both are rates of changes.
+    lasts as long as the job: for as long again as it has lived, if nothing else is known. Then only restarts
+    beyond the doublings up to its largest size count: those of a job whose table moves to and fro.
+    `contention` (0 to 1, [jobs] or one for all) says how much of the one and of the other; both are rates of
+    changes.
     """
     lived_s = problem.age_s() + 2.0 * problem.restart_s() + BEFORE_S
     restarts = problem.num_restarts()

@@ -109,6 +109,7 @@ def test_a_dear_restart_is_paid_only_for_a_large_gain():
 def test_restarts_so_far_make_a_change_dearer_only_if_others_want_the_devices():
     def lost(contention, **fields):
         job_ = job("a", 0.5, [0, 1], restart_s=30.0, **fields)
+        job_ = dataclasses.replace(job_, largest_profiled=2**9)
         problem = ShapeProblem.of((job_,), ONE_NODE, 600.0)
         return lost_by_change(problem, 1.5, contention).max()
 
@@ -119,10 +120,11 @@ def test_restarts_so_far_make_a_change_dearer_only_if_others_want_the_devices():
 
     def moves(**fields):
         job_ = job("a", 0.5, [0, 1], restart_s=30.0, **fields)
+        job_ = dataclasses.replace(job_, largest_profiled=2**9)
         return Goodput()([job_], ONE_NODE, 600.0).allocations["a"] != job_.allocation
 
     assert moves()
-    assert moves(num_restarts=9)  # it is alone
+    assert moves(num_restarts=9)  # it is alone, and grew by its restarts
 
 
 def test_another_kind_must_promise_more_than_another_size():

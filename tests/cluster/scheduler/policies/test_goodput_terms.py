@@ -121,12 +121,21 @@ def test_it_grows_with_age_and_falls_with_restarts(age_s, restarts, restart_s):
 def test_the_less_others_want_its_devices_the_longer_it_stays(
     age_s, restarts, restart_s, contention
 ):
-    view = JobView(spec=JobSpec(id="a"), restart_s=restart_s, num_restarts=restarts)
+    view = JobView(
+        spec=JobSpec(id="a"),
+        restart_s=restart_s,
+        num_restarts=restarts,
+        largest_profiled=2**restarts,
+    )
     problem = ShapeProblem.of((view,), CLUSTER, age_s)
     stay = [float(expected_stay_s(problem, c)[0]) for c in (1.0, contention, 0.0)]
     assert stay == sorted(stay)
     assert stay[0] == pytest.approx(stay_s(age_s, restarts, restart_s))
-    assert stay[2] == pytest.approx(age_s + 2.0 * restart_s + 120.0)  # its restarts do not count
+    # Restarts by which it grew do not count, others do.
+    assert stay[2] == pytest.approx(age_s + 2.0 * restart_s + 120.0)
+    to_and_fro = dataclasses.replace(view, largest_profiled=1)
+    problem = ShapeProblem.of((to_and_fro,), CLUSTER, age_s)
+    assert expected_stay_s(problem, 0.0)[0] == pytest.approx(stay[2] / (restarts + 1))
 
 
 def test_a_job_from_a_clock_that_is_ahead_counts_as_new():
