@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxgoodput.cluster.scheduler import Goodput, JobView, reconcile
-from jaxgoodput.cluster.scheduler.policy import Plan
+from jaxgoodput.cluster.scheduler.policy import Mode, Plan
 from jaxgoodput.cluster.scheduler.shapes import shape_of, shapes
 from jaxgoodput.specs import ClusterSpec, JobSpec, Node
 
@@ -55,7 +55,8 @@ def cluster_of(rng):
 
 def job_of(rng, name, cluster, now_s):
     """A job that has just arrived: of any mode, some with declared work, priorities and deadlines."""
-    mode = str(rng.choice(["adaptive", "adaptive", "elastic", "rigid"]))
+    modes: tuple[Mode, ...] = ("adaptive", "adaptive", "elastic", "rigid")
+    mode = modes[int(rng.integers(len(modes)))]
     size = int(rng.choice([1, 1, 1, 2, 4, 8]))
     declares = bool(rng.random() < 0.3)
     late_s = now_s + float(rng.uniform(7200.0, 40000.0))

@@ -65,8 +65,8 @@ def lived(jobs, hours, policy=None) -> Pauses:
     for now_s in np.arange(0.0, end_s, STEP_S).tolist():
         plan = reconcile(views, CLUSTER, policy, now_s)
         for view in views:
-            waits = view.paused_s is not None
-            longest_s = max(longest_s, now_s - view.paused_s if waits else 0.0)
+            if view.paused_s is not None:
+                longest_s = max(longest_s, now_s - view.paused_s)
         views = [_after(view, plan.allocations[view.spec.id], now_s) for view in views]
     restarts = sum(view.num_restarts for view in views)
     return Pauses(longest_s, restarts / len(views) / hours)
