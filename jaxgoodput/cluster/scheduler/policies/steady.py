@@ -53,8 +53,8 @@ def standing(problem: ShapeProblem, settle_s: float) -> Standing:
         default=now_s,
     )
     last_s = now_s if news_s is None else min(max(event_s, news_s), now_s)
-    weights = as_of(problem, min(event_s + settle_s, last_s))
-    return Standing(weights, as_of(problem, last_s))
+    prices, settled_s = as_of(problem, last_s), min(event_s + settle_s, last_s)
+    return Standing(prices if settled_s == last_s else as_of(problem, settled_s), prices)
 
 
 def as_of(problem: ShapeProblem, at_s: float) -> ShapeProblem:
