@@ -140,6 +140,9 @@ class ClusterSpec:
     in_use: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Devices by tenant and kind of jobs that a policy may not change; they count for their tenants.
     `reconcile` fills this in; users leave it empty."""
+    changed_s: float | None = None
+    """Time of the last news: a job arrived, ended or was measured, or a node changed. Until more happens,
+    policies may leave their plan as it is. None = unknown, so each decision may be the first after news."""
 
     def __post_init__(self):
         if not self.nodes:

@@ -9,7 +9,7 @@ gap between decisions that the settings give.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.cluster.published.traces import TraceJob
@@ -159,6 +159,7 @@ class _World:
         self._wanted = True  # whether an event asks for a decision
         self._last_solve_s = -math.inf
         self._next_solve_s = math.inf  # when the last plan asks to be reviewed
+        self._news_s = 0.0  # when jobs, their tables or nodes were last other than before
         self._stalled_s = 0.0  # when to give up if nothing runs until then
         self._settled_until_s = -math.inf  # until when no plan is needed as long as all jobs run
         if (script := self._breakdowns.script) is not None:
@@ -290,7 +291,7 @@ class _World:
             return
         had_s = self._tenants.had_s
         views = [self._views.view(job, active, self.now_s, had_s) for job in active]
-        cluster = self._breakdowns.present()
+        cluster = self._with_news(views, self._breakdowns.present())
         begun = self._clock.now()
         # The service makes the same call.
         plan = reconcile(
@@ -327,6 +328,14 @@ class _World:
         if next_s < self.now_s + self._settings.max_gap_s or self._cluster.price_per_hour:
             return False
         return all_run(active)
+
+    def _with_news(self, views: Sequence[JobView], cluster: ClusterSpec) -> ClusterSpec:
+        """Return the cluster with the time of the last news: other jobs, tables or nodes than before."""
+        before = None if self.last is None else {v.spec.id: v.goodput for v in self.last.jobs}
+        is_news = self.last is None or cluster.nodes != self.last.cluster.nodes
+        if is_news or {view.spec.id: view.goodput for view in views} != before:
+            self._news_s = self.now_s
+        return replace(cluster, changed_s=self._news_s)
 
     def _place(self, job: TrackedJob, allocation: Allocation) -> None:
         kind = self._nodes[next(iter(allocation.devices))].kind if allocation.devices else ""

@@ -190,7 +190,7 @@ def known(state: State) -> State:
         )
         for id_, job in state.jobs.items()
     }
-    return dataclasses.replace(state, seq=0, at_s=0.0, jobs=jobs)
+    return dataclasses.replace(state, seq=0, at_s=0.0, news_s=0.0, jobs=jobs)
 
 
 def outcome(folder: pathlib.Path, life: Killed, whole: State) -> str:

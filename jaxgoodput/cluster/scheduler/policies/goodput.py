@@ -15,7 +15,9 @@ so that no job is frozen. A paused job restarts once more (`transitions.py`). Th
 device-seconds that a job has had: a job that has had little probably needs little more and leaves soon. The
 weight rises with age, so the earlier one of two large jobs finishes first. If a job declares its
 progress, the work left decides instead. A job that has not run yet is offered the kinds at the ratios that
-other jobs measured (`with_usual_kinds`), and tables that contradict themselves are smoothed (`tables.py`).
+other jobs measured (`with_usual_kinds`). Tables that contradict themselves are smoothed, and far from what
+was measured they count for less (`tables.py`). If devices are free, a size is worth more for what it leads
+to.
 
 Some jobs run whatever they are worth: as many of a tenant's jobs as it is guaranteed devices (`tenants.py`),
 jobs that must run to meet their deadlines (`deadlines.py`), and jobs that have had far less than an equal
@@ -35,12 +37,26 @@ from jaxgoodput.cluster.scheduler.policies.deadlines import (
     deadlines_of,
     with_deadlines,
 )
-from jaxgoodput.cluster.scheduler.policies.guarantee import claims_of, due, with_due
+from jaxgoodput.cluster.scheduler.policies.guarantee import (
+    claims_of,
+    due,
+    with_due,
+    with_ended_turns,
+)
 from jaxgoodput.cluster.scheduler.policies.placeable import PlacingRules, choose_placeable
 from jaxgoodput.cluster.scheduler.policies.promises import promises
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
-from jaxgoodput.cluster.scheduler.policies.steady import as_of_last_event
-from jaxgoodput.cluster.scheduler.policies.tables import shrunk_tables
+from jaxgoodput.cluster.scheduler.policies.steady import (
+    Standing,
+    changes,
+    some_wait,
+    standing,
+    starts,
+    unchanged,
+    with_ended_promises,
+    with_turns,
+)
+from jaxgoodput.cluster.scheduler.policies.tables import shrunk_tables, with_doubt
 from jaxgoodput.cluster.scheduler.policies.tenants import (
     GuaranteedClaims,
     fair_factors,
@@ -49,6 +65,7 @@ from jaxgoodput.cluster.scheduler.policies.tenants import (
 )
 from jaxgoodput.cluster.scheduler.policies.transitions import (
     cost_of_move,
+    leads_further,
     lost_by_change,
     too_young_to_pause,
     worth_of_no_pause,
@@ -95,7 +112,7 @@ class Goodput:
     age_power: float = 0.25
     """Power with which it rises, so that jobs that came together do not all finish together."""
     settle_s: float = 600.0
-    """Time after the last event from which weights stand still, while all jobs run."""
+    """Time after the last arrival or change of devices from which weights stand still, while all jobs run."""
     growth: float | None = None
     """Largest size offered, as a multiple of the largest measured size; None = trust the job's table."""
     smooth_tables: bool = True
@@ -129,7 +146,18 @@ class Goodput:
         if self.smooth_tables:
             problem = replace(problem, goodput=shrunk_tables(problem))
         problem = replace(problem, goodput=with_usual_kinds(problem))
-        utility = self._utility(problem)
+        problem = replace(problem, goodput=with_doubt(problem))
+        then = standing(problem, self.settle_s)
+        if all(it is problem for it in then) or not some_wait(problem):
+            return self._decide(problem, then)
+        decision = self._decide(problem, Standing(problem, problem))
+        if started := starts(decision, problem):
+            return with_turns(decision, problem, started)
+        return self._decide(problem, then) if changes(decision, problem) else decision
+
+    def _decide(self, problem: ShapeProblem, then: Standing) -> Decision:
+        """Return the decision by weights and prices as they were `then`."""
+        utility = self._utility(problem, then)
         turns = due(problem, self.guaranteed, self.patience_s)
         deadlines = deadlines_of(problem)
         own = _guaranteed_claims(problem, utility, turns.due, deadlines)
@@ -140,22 +168,31 @@ class Goodput:
             too_young_to_pause(problem, self.least_run),
         )
         rules = PlacingRules(
-            move_cost=cost_of_move(problem, utility),
+            move_cost=cost_of_move(then.prices, utility),
             relative_gap=self.relative_gap,
             time_limit_s=self.time_limit_s,
         )
         start = promised.granted if own.claims else None
         choice, placed = choose_placeable(problem, utility, promised, rules, start=start)
+        still = unchanged(problem, utility, promised)
+        gap = self.relative_gap * abs(choice.objective)
+        if still is not None and choice.objective - still.choice.objective <= gap:
+            choice, placed = replace(still.choice, bound=choice.bound), still.allocations
         decision = problem.decide(choice, placed=placed)
-        if cluster.tenants:
+        if problem.cluster.tenants:
             decision = with_tenants(decision, problem, own)
         decision = with_deadlines(decision, problem, choice, deadlines)
-        return with_due(decision, problem, turns.due)
+        decision = with_due(decision, problem, turns.due)
+        if then.prices is problem:
+            return decision
+        before = due(then.prices, self.guaranteed, self.patience_s)
+        decision = with_ended_turns(decision, problem, before.due, turns.due)
+        return with_ended_promises(decision, problem, then.prices.now_s, self.least_run)
 
-    def _utility(self, problem: ShapeProblem) -> np.ndarray:
+    def _utility(self, problem: ShapeProblem, then: Standing) -> np.ndarray:
         """Return [jobs, shapes] what each job adds to the objective with each shape; NaN = not allowed."""
         cluster, each = problem.cluster, capacity(problem.cluster)
-        weight = self._weight(as_of_last_event(problem, self.settle_s))
+        weight = self._weight(then.weights)
         if cluster.tenants and self.fairness > 0:
             weight = weight * fair_factors(problem, self.fairness)
         market = clearing_prices(
@@ -168,8 +205,11 @@ class Goodput:
         share = problem.goodput / market.best[:, None]
         usual = market.cost * market.best
         worth = usual[:, None] * share**self.diminishing
-        utility = worth * (1.0 - lost_by_change(problem, self.kind_change))
-        utility += worth_of_no_pause(problem, worth, usual, self.pause)[:, None]
+        # Of what a unit of work costs, the part that is due to the devices which other jobs want.
+        contention = 1.0 - np.nan_to_num(weight / usual)
+        worth = worth * leads_further(problem) ** (1.0 - contention)[:, None]
+        utility = worth * (1.0 - lost_by_change(then.prices, self.kind_change, contention))
+        utility += worth_of_no_pause(then.prices, worth, usual, self.pause)[:, None]
         return utility
 
     def _weight(self, problem: ShapeProblem) -> np.ndarray:

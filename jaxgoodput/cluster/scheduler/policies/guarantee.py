@@ -6,7 +6,9 @@ at most 1, for C devices and jobs that need n_j. A job older than a patience is 
 than a guaranteed share of part x age. It stays due until it has had twice that, so it is not interrupted at
 once; if jobs alternate, they do so in stretches that grow with their age. So that they do not grow for ever,
 a job is also due once it has waited, without a break, for twice the patience times the number of clusters
-that all jobs together would fill; turns of one patience each would come in half of that.
+that all jobs together would fill; turns of one patience each would come in half of that. While at most half
+as many jobs again want devices as there are, a job that has run is due much sooner: turns are then long, and
+a pause costs its job more than the restarts cost the others.
 
 Due jobs are served before jobs that are restarting or began lately: first the ones that have waited too long,
 then the others in order of submission. So the oldest waiting job runs at once if it does not fit beside
@@ -24,6 +26,10 @@ from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
 from jaxgoodput.cluster.scheduler.policy import Decision
 from jaxgoodput.cluster.scheduler.shapes import capacity
 
+SOON = (
+    0.4  # patiences that a paused job waits at most, unless many more want devices than there are
+)
+FEW_MORE = 1.5  # clusters full of jobs up to which a pause is that short
 TOO_LONG = 2.0  # patiences per cluster full of jobs; with 1, average times grow by up to 3 %
 
 
@@ -60,7 +66,10 @@ def due(problem: ShapeProblem, guaranteed: float, patience_s: float) -> DueJobs:
     behind = can & (age_s > patience_s) & (ran_s < share * part * age_s)
     clusters = max(float(fewest[can].sum()) / max(num_devices, 1), 1.0)
     waited_s = np.where(can, problem.waited_s(), 0.0)
-    waited_s = np.where(waited_s > TOO_LONG * patience_s * clusters, waited_s, 0.0)
+    most = np.full(len(waited_s), TOO_LONG * clusters)
+    if clusters <= FEW_MORE:
+        most[problem.paused()] = SOON
+    waited_s = np.where(waited_s > most * patience_s, waited_s, 0.0)
     return DueJobs(due=behind | (waited_s > 0.0), waited_s=waited_s)
 
 
@@ -86,4 +95,19 @@ def with_due(decision: Decision, problem: ShapeProblem, is_due: np.ndarray) -> D
     for view in (problem.jobs[i] for i in np.flatnonzero(is_due)):
         if view.spec.id in decision.allocations and not view.allocation.devices:
             reasons[view.spec.id] += ": it has had less than its guaranteed share of the time"
+    return replace(decision, reasons=reasons)
+
+
+def with_ended_turns(
+    decision: Decision, problem: ShapeProblem, was_due: np.ndarray, is_due: np.ndarray
+) -> Decision:
+    """Return the decision; jobs that lose devices as they are no longer due have this added to their reasons.
+
+    `was_due`: [jobs] bool, at the last event.
+    """
+    reasons = dict(decision.reasons)
+    for view in (problem.jobs[i] for i in np.flatnonzero(was_due & ~is_due & problem.running)):
+        given = decision.allocations.get(view.spec.id)
+        if given is None or given.num_devices < view.allocation.num_devices:
+            reasons[view.spec.id] += ": its turn is over, as it has had its guaranteed share"
     return replace(decision, reasons=reasons)

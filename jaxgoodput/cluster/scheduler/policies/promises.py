@@ -22,7 +22,7 @@ class Claim(NamedTuple):
     job: int
     shapes: Sequence[int]
     """Shapes in the order in which they are tried. A shape that the job was granted before, or on which it is
-    restarting, is tried first."""
+    restarting, is tried first; then the one that it has, if it is no larger than the first of these."""
 
 
 class Promises(NamedTuple):
@@ -80,7 +80,7 @@ class _Grants:
 
     def __init__(self, problem: ShapeProblem, restoring: np.ndarray):
         self._room = Room(problem)
-        self._restoring = restoring
+        self._restoring, self._present, self._devices = restoring, problem.present, problem.devices
         self.pinned = np.full(len(problem.jobs), -1)
         self.granted = np.full(len(problem.jobs), -1)
         self.allowed = np.ones(problem.goodput.shape, bool)
@@ -100,7 +100,10 @@ class _Grants:
             return
         if had >= 0:
             self._room.give_back(i, had)
-        if self.take(i, sorted(both, key=lambda s: (s != present, s != had))):
+        # Its own devices come first if others take as many: else a restarting job could have to give way.
+        here, fewest = int(self._present[i]), int(self._devices[both[0]])
+        here = here if here in both and self._devices[here] <= fewest else present
+        if self.take(i, sorted(both, key=lambda s: (s != present, s != had, s != here))):
             self.pinned[i] = present if self.granted[i] == present else -1
             self.allowed[i] = False
             self.allowed[i, both] = True

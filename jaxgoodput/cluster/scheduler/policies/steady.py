@@ -1,43 +1,187 @@
-"""Keep decisions steady while nothing happens: weights stand still soon after the last event.
+"""Keep decisions steady: a plan that is asked for again, with nothing new, stays as it is.
 
-Weights fall with service and the price of a change falls with age. Without this rule, the running job with
-more devices falls behind, gives devices to another job, gets them back, and so on for ever: 30 endless jobs
-on 64 devices, with no event at all, changed 113 times in rounds 50 to 400. Service received says something
-about a job's length when a job arrives, ends or is measured. The last such event is known from the jobs
-themselves: the latest arrival or change of devices. While a job waits, the present counts, so that it gets
-its turn. The price of a change always follows the present, because new measurements are worth acting on.
+Weights fall with service, weights and the price of a change follow age. Without this rule, the running job
+with more devices falls behind, gives devices to another job, gets them back, and so on for ever: 30 endless
+jobs on 64 devices, with no event at all, changed 113 times in rounds 50 to 400. Service received says
+something about a job's length when a job arrives, ends or is measured. So weights stand still from the last
+arrival or change of devices on, and prices from the last news, which may also be a measurement
+(`ClusterSpec.changed_s`). If nothing says when there was news, prices follow the present, because a new
+measurement is worth acting on.
+
+While a job waits, the present counts, so that it gets its turn: the jobs that hold its devices have had more
+of them since. Only if that starts a job, something changes; running jobs exchange no devices meanwhile.
+Besides, a promise may end: a restart, or the time for which a job that has begun is not paused. What changes
+for these reasons is named in the decision's reasons.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
+from jaxgoodput.cluster.scheduler.constraints import offered_devices, within
+from jaxgoodput.cluster.scheduler.policies.placeable import PlacedChoice
+from jaxgoodput.cluster.scheduler.policies.promises import Promises
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
+from jaxgoodput.cluster.scheduler.policy import Decision, JobView
+from jaxgoodput.cluster.scheduler.solve.assignment import Choice
 
 
-def as_of_last_event(problem: ShapeProblem, settle_s: float) -> ShapeProblem:
-    """Return the problem with time and service as they were `settle_s` after the last arrival or change.
+class Standing(NamedTuple):
+    """The problem as it was when weights and prices began to stand still."""
 
-    Until then, or while a job waits that could run, return the problem unchanged.
-    """
+    weights: ShapeProblem
+    prices: ShapeProblem
+
+
+def some_wait(problem: ShapeProblem) -> bool:
+    """Return whether a job waits that could run."""
     could = ~np.isnan(problem.goodput).all(1) if problem.goodput.size else problem.running
-    if not problem.jobs or (could & ~problem.running).any():
-        return problem
-    events_s = [t for v in problem.jobs for t in (v.submitted_s, v.since_s) if t is not None]
-    settled_s = max(events_s) + settle_s
-    passed_s = problem.now_s - settled_s
-    if passed_s <= 0.0:
+    return bool((could & ~problem.running).any())
+
+
+def standing(problem: ShapeProblem, settle_s: float) -> Standing:
+    """Return the problem as it was at the last event, for weights, and at the last news, for prices.
+
+    News that is later than the last arrival or change of devices moves weights by at most `settle_s`; so does
+    the time that passes if it is unknown when there was news.
+    """
+    now_s, news_s = problem.now_s, problem.cluster.changed_s
+    event_s = max(
+        (t for v in problem.jobs for t in (v.submitted_s, v.since_s, v.paused_s) if t is not None),
+        default=now_s,
+    )
+    last_s = now_s if news_s is None else min(max(event_s, news_s), now_s)
+    prices, settled_s = as_of(problem, last_s), min(event_s + settle_s, last_s)
+    return Standing(prices if settled_s == last_s else as_of(problem, settled_s), prices)
+
+
+def as_of(problem: ShapeProblem, at_s: float) -> ShapeProblem:
+    """Return the problem with time, service and declared work as they were, if jobs kept their devices."""
+    if problem.now_s <= at_s:
         return problem
     jobs = tuple(
-        replace(view, received_s=_less(view.received_s, view.allocation.num_devices * passed_s))
-        for view in problem.jobs
+        _as_of(view, int(shape), problem, at_s)
+        for view, shape in zip(problem.jobs, problem.present.tolist(), strict=True)
     )
-    return replace(problem, jobs=jobs, now_s=settled_s)
+    return replace(problem, jobs=jobs, now_s=at_s)
 
 
-def _less(received_s: Mapping[str, float], device_s: float) -> dict[str, float]:
-    """Return device-seconds by kind, scaled so that their sum is `device_s` smaller, but at least 0."""
+def _as_of(view: JobView, shape: int, problem: ShapeProblem, at_s: float) -> JobView:
+    """Return the job as it was at a time, if it has kept its devices since."""
+    passed_s = problem.now_s - at_s
+    had = _less(view.received_s, view.allocation.num_devices * passed_s)
+    left = view.remaining
+    if left is not None and shape >= 0:
+        begun_s = at_s if view.since_s is None else max(at_s, view.since_s + view.restart_s)
+        left += max(problem.now_s - begun_s, 0.0) * view.goodput[problem.shapes[shape]]
+    ran_s = view.fraction_received_s
+    ran_s = _less(ran_s, passed_s) if view.allocation.devices else ran_s
+    return replace(view, received_s=had, fraction_received_s=ran_s, remaining=left)
+
+
+def _less(received_s: Mapping[str, float], less_s: float) -> dict[str, float]:
+    """Return (device-)seconds by kind, scaled so that their sum is `less_s` smaller, but at least 0."""
     total_s = sum(received_s.values())
-    left = max(1.0 - device_s / total_s, 0.0) if total_s > 0.0 else 1.0
+    left = max(1.0 - less_s / total_s, 0.0) if total_s > 0.0 else 1.0
     return {kind: had_s * left for kind, had_s in received_s.items()}
+
+
+def unchanged(
+    problem: ShapeProblem, utility: np.ndarray, promised: Promises
+) -> PlacedChoice | None:
+    """Return the choice in which every job keeps what it has; None if that is not possible.
+
+    `utility`: [jobs, shapes], NaN = not allowed.
+    """
+    rows = np.flatnonzero(problem.running)
+    shapes = problem.present[rows]
+    if (shapes < 0).any() or (promised.granted[~problem.running] >= 0).any():
+        return None
+    allowed = ~np.isnan(utility) & promised.allowed
+    pinned = promised.pinned[rows]
+    offered = offered_devices(problem.cluster, draining=True)
+    allocations = {problem.jobs[i].spec.id: problem.jobs[i].allocation for i in rows.tolist()}
+    places = [
+        (name, i) for a in allocations.values() for name, its in a.devices.items() for i in its
+    ]
+    keeps = (
+        allowed[rows, shapes].all()
+        and ((pinned < 0) | (pinned == shapes)).all()
+        and len(places) == len(set(places))
+        and all(within(a, offered) for a in allocations.values())
+        and _within_limits(problem)
+    )
+    if not keeps:
+        return None
+    value = float(utility[rows, shapes].sum())
+    chosen = np.where(problem.running, problem.present, -1)
+    return PlacedChoice(Choice(shape=chosen, objective=value, bound=value), allocations)
+
+
+def _within_limits(problem: ShapeProblem) -> bool:
+    """Return whether the jobs that run stay within each limit on tenants."""
+    shape = problem.present[problem.running]
+    return all(
+        (units[problem.kind] * problem.devices)[shape][counted[problem.running]].sum()
+        <= limit.left + 1e-9
+        for limit, counted, units in problem.limits()
+    )
+
+
+def starts(decision: Decision, problem: ShapeProblem) -> list[int]:
+    """Return the jobs that wait and get devices."""
+    return [
+        i
+        for i in np.flatnonzero(~problem.running).tolist()
+        if problem.jobs[i].spec.id in decision.allocations
+    ]
+
+
+def changes(decision: Decision, problem: ShapeProblem) -> bool:
+    """Return whether any job gets other devices than it has."""
+    return any(
+        (given.devices if (given := decision.allocations.get(v.spec.id)) else {})
+        != v.allocation.devices
+        for v in problem.jobs
+    )
+
+
+def with_turns(decision: Decision, problem: ShapeProblem, started: list[int]) -> Decision:
+    """Return the decision; reasons say whose turn it is, if jobs start on devices that others had."""
+    fewer = [
+        view.spec.id
+        for view in problem.jobs
+        if view.allocation.num_devices
+        > (given.num_devices if (given := decision.allocations.get(view.spec.id)) else 0)
+    ]
+    if not fewer:
+        return decision
+    reasons, waited_s = dict(decision.reasons), problem.waited_s()
+    for i in started:
+        reasons[problem.jobs[i].spec.id] += f": its turn, after {waited_s[i]:.0f} s without devices"
+    first = problem.jobs[started[0]].spec.id
+    more = f" and {len(started) - 1} more" if len(started) > 1 else ""
+    for id_ in fewer:
+        reasons[id_] += f"; it is the turn of {first}{more}"
+    return replace(decision, reasons=reasons)
+
+
+def with_ended_promises(
+    decision: Decision, problem: ShapeProblem, begun_s: float, least_run: float
+) -> Decision:
+    """Return the decision; jobs that may change since a promise ended have this added to their reasons.
+
+    A job keeps its shape while it restarts, and is not paused before it has run `least_run` restarts. Only
+    promises that ended after `begun_s`, the time of the last event, count.
+    """
+    reasons = dict(decision.reasons)
+    for view in problem.jobs:
+        given = decision.allocations.get(view.spec.id)
+        if view.since_s is None or (given is not None and given.devices == view.allocation.devices):
+            continue
+        kept_s = view.restart_s * (1.0 if given is not None else max(least_run, 1.0))
+        if begun_s < view.since_s + kept_s <= problem.now_s:
+            reasons[view.spec.id] += f", now that it has had its devices for {kept_s:.0f} s"
+    return replace(decision, reasons=reasons)

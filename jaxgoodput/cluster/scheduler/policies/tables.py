@@ -24,6 +24,7 @@ MISFIT = 0.02  # relative distance of exact tables from the curve
 # Prior means and deviations, in log goodput: gain of the first doubling (0.62 = 1.86 times as much), change
 # of that gain with every further half doubling, and effect of lying on several nodes.
 SLOPE, BEND, STEP = (0.62, 0.20), (-0.05, 0.06), (-0.10, 0.15)
+FAR = 4.0  # times the largest measured size
 LEAST = 5  # differences that a row needs to know its own noise, because one of them may be a knee
 QUARTILE = 0.6745  # of a standard normal number
 
@@ -139,3 +140,16 @@ def shrunk_tables(problem: ShapeProblem) -> np.ndarray:
         )
     nodes = np.array([shape.num_nodes for shape in problem.shapes], np.int64)
     return shrunk(problem.goodput, problem.devices, nodes, problem.kind, error)
+
+
+def with_doubt(problem: ShapeProblem) -> np.ndarray:
+    """Return [jobs, shapes] goodput; entries far above the largest measured size count for less.
+
+    Up to FAR times as many devices, a table is trusted. Beyond, it is taken to gain nothing more than there
+    from perfect scaling. So a job first grows to where it is trusted, measures, and then goes on.
+    """
+    measured = np.array(
+        [v.largest_profiled if v.spec.mode == "adaptive" else 0 for v in problem.jobs], np.float64
+    )
+    trusted = np.where(measured > 0, FAR * measured, np.inf)[:, None]
+    return problem.goodput * np.minimum(trusted / problem.devices, 1.0)

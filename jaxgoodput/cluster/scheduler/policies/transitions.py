@@ -1,47 +1,85 @@
 """What it costs to change, pause and resume a job, and which jobs began too recently to be stopped.
 
 Every allocation begins with a restart, so its cost depends on how long the allocation lasts
-(`expected_stay_s`). A job that changes its shape or comes back loses the restart's share of that stay. A
-paused job restarts once more, so keeping a job running is worth that restart, and more the more often it has
-restarted. Otherwise, since weights fall with service, the waiting job would have the higher weight in every
-round, and two equal jobs would take turns for ever. A first start costs nothing, because no decision avoids
-it.
+(`expected_stay_s`): until other jobs want its devices, or as long as the job lives. A job that changes its
+shape or comes back loses the restart's share of that stay. A paused job restarts once more, so keeping a job
+running is worth that restart, and more the more often it has restarted. Otherwise, since weights fall with
+service, the waiting job would have the higher weight in every round, and two equal jobs would take turns for
+ever. A first start costs nothing, because no decision avoids it.
 """
 
 import numpy as np
 
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
+from jaxgoodput.cluster.scheduler.shapes import capacity
 
 MOST_LOST = (
     0.9  # 1 would stop a job on an empty cluster as soon as its present shape is not offered
 )
 STAY_SHARE = 0.8  # of the mean time between changes; tuned in simulations
+LEADS = 0.15  # of a doubling: the least that the next one is hoped to bring
 BEFORE_S = 120.0  # assumed age of a job that has just come, in addition to two restarts
 
 
-def expected_stay_s(problem: ShapeProblem) -> np.ndarray:
+def expected_stay_s(problem: ShapeProblem, contention: np.ndarray | float = 1.0) -> np.ndarray:
     """Return [jobs] seconds, above 0, that an allocation is expected to last.
 
-    stay = 0.8 (age + 2 restart + 120 s) / (restarts + 1): the mean time between a job's changes so far, as
-    if it had lived a little longer. A change has to pay back its restart within this time. A fixed horizon
-    is too long for a job whose devices other jobs keep taking, and too short for one that is rarely
-    disturbed: on synthetic days of three kinds with restarts of 25 to 250 s it led to 7.7 restarts per job,
-    this rule to 4. Sia's restart factor builds on the same mean, but can reach 0 and freeze the job.
+    If others want the devices, stay = 0.8 lived / (restarts + 1), lived = age + 2 restart + 120 s: the mean
+    time between a job's changes so far, as if it had lived a little longer. A change has to pay back its
+    restart within this time. A fixed horizon is too long for a job whose devices other jobs keep taking, and
+    too short for one that is rarely disturbed: on synthetic days of three kinds with restarts of 25 to 250 s
+    it led to 7.7 restarts per job, this rule to 4. Sia's restart factor builds on the same mean, but can
+    reach 0 and freeze the job.
+
+    If devices are free, nothing but the job's own growth ends an allocation, and what a larger size leads to
+    lasts as long as the job: for as long again as it has lived, if nothing else is known. Then only restarts
+    beyond the doublings up to its largest size count: those of a job whose table moves to and fro.
+    `contention` (0 to 1, [jobs] or one for all) says how much of the one and of the other; both are rates of
+    changes.
     """
     lived_s = problem.age_s() + 2.0 * problem.restart_s() + BEFORE_S
-    return STAY_SHARE * lived_s / (problem.num_restarts() + 1.0)
+    restarts = problem.num_restarts()
+    by_others = contention * (restarts + 1.0) / STAY_SHARE
+    largest = np.array([max(view.largest_profiled, 1) for view in problem.jobs], np.float64)
+    its_own = (1.0 - contention) * (np.maximum(restarts - np.log2(largest), 0.0) + 1.0)
+    return lived_s / (by_others + its_own)
 
 
-def lost_by_change(problem: ShapeProblem, kind_change: float) -> np.ndarray:
+def lost_by_change(
+    problem: ShapeProblem, kind_change: float, contention: np.ndarray | float = 1.0
+) -> np.ndarray:
     """Return [jobs, shapes] the share of a shape's worth that is lost by changing to it; 0 for no change.
 
-    A change of kind costs `kind_change` restarts.
+    A change of kind costs `kind_change` restarts. `contention`: see `expected_stay_s`.
     """
     held = np.append(problem.kind, -1)[problem.present]  # -1 = none of these
     other = (held >= 0)[:, None] & (problem.kind != held[:, None])
     restart_s = problem.restart_s()[:, None] * np.where(other, kind_change, 1.0)
-    lost = np.minimum(restart_s / expected_stay_s(problem)[:, None], MOST_LOST)
+    lost = np.minimum(restart_s / expected_stay_s(problem, contention)[:, None], MOST_LOST)
     return np.where(problem.changes, lost, 0.0)
+
+
+def leads_further(problem: ShapeProblem) -> np.ndarray:
+    """Return [jobs, shapes] the factor on the worth of a size that opens up larger ones; 1 for others.
+
+    A job that may only grow step by step knows larger sizes once it has run on its largest one. So that one
+    is worth more than what it achieves itself, if the job and the cluster have room for more, and if its
+    table does not say that a smaller size is as good.
+    """
+    if not problem.goodput.size:
+        return np.ones(problem.goodput.shape)
+    allowed = ~np.isnan(problem.goodput)
+    largest = np.where(allowed, problem.devices, 0).max(1, initial=0)
+    measured = np.array([view.largest_profiled for view in problem.jobs], np.int64)
+    most = np.array([view.spec.max_devices for view in problem.jobs], np.int64)
+    adapts = np.array([view.spec.mode != "rigid" for view in problem.jobs], bool)
+    room = np.minimum(most, max(capacity(problem.cluster).values(), default=0))
+    opens = adapts & (measured > 0) & (largest > measured) & (2 * largest <= room)
+    at_largest = problem.devices == largest[:, None]
+    goodput = np.where(allowed, problem.goodput, 0.0)
+    smaller = np.where(at_largest, 0.0, goodput).max(1)
+    leads = opens[:, None] & at_largest & (goodput > smaller[:, None])
+    return np.where(leads, 2.0**LEADS, 1.0)
 
 
 def cost_of_move(problem: ShapeProblem, utility: np.ndarray) -> np.ndarray:

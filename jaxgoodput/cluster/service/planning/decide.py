@@ -57,7 +57,8 @@ def cluster_of(state: State, sharing: Sharing) -> ClusterSpec | None:
     if not nodes:
         return None
     present = tuple(r for r in sharing.reservations if r.node in state.nodes)
-    return ClusterSpec(nodes=nodes, **vars(dataclasses.replace(sharing, reservations=present)))
+    rules = vars(dataclasses.replace(sharing, reservations=present))
+    return ClusterSpec(nodes=nodes, **rules, changed_s=state.news_s)
 
 
 def views_of(

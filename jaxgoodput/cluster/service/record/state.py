@@ -27,6 +27,7 @@ from jaxgoodput.cluster.service.wire import (
 )
 from jaxgoodput.specs import Allocation, Hints, HostFault, JobSpec, Node
 
+NO_NEWS = events.PlanMade | events.ReasonsGiven | events.RequestAnswered  # change no later plan
 COORDINATES = "coordinates"  # the label of nodes that run coordinators
 MOST_OVER = 2000  # ended jobs that are remembered
 MOST_OVER_LETTERS = 2**25  # total length of their commands
@@ -127,6 +128,8 @@ class State:
     """Position in the journal of the last event."""
     at_s: float = 0.0
     """Time of that event, in seconds of the service's own clock."""
+    news_s: float = 0.0
+    """Time of the last event that may change a plan, such as a submission, an end or a measurement."""
     nodes: Mapping[str, NodeEntry] = field(default_factory=dict)
     jobs: Mapping[str, JobEntry] = field(default_factory=dict)
     """All jobs by name, the oldest first."""
@@ -165,7 +168,8 @@ def step(state: State, entry: events.JournalEntry) -> State:
     to this state.
     """
     event, at_s = entry.event, max(entry.at_s, state.at_s)
-    state = dataclasses.replace(state, seq=entry.seq, at_s=at_s)
+    news_s = state.news_s if isinstance(event, NO_NEWS) else at_s
+    state = dataclasses.replace(state, seq=entry.seq, at_s=at_s, news_s=news_s)
     match event:
         case events.NodeJoined():
             return _joined(state, event)

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxgoodput.cluster.scheduler.policies.goodput import Goodput
+from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
+from jaxgoodput.cluster.scheduler.policies.transitions import lost_by_change
 from jaxgoodput.cluster.scheduler.policy import JobView
 from jaxgoodput.cluster.scheduler.reconcile import check_decision
 from jaxgoodput.cluster.scheduler.shapes import shapes
@@ -104,16 +106,25 @@ def test_a_dear_restart_is_paid_only_for_a_large_gain():
     assert Goodput()([much], ONE_NODE, 0.0).allocations["a"].num_devices == 4
 
 
-def test_who_restarted_often_stays_where_another_would_change():
+def test_restarts_so_far_make_a_change_dearer_only_if_others_want_the_devices():
+    def lost(contention, **fields):
+        job_ = job("a", 0.5, [0, 1], restart_s=30.0, **fields)
+        job_ = dataclasses.replace(job_, largest_profiled=2**9)
+        problem = ShapeProblem.of((job_,), ONE_NODE, 600.0)
+        return lost_by_change(problem, 1.5, contention).max()
+
+    assert lost(1.0, num_restarts=9) > 3 * lost(1.0, num_restarts=2)
+    assert lost(0.0, num_restarts=9) == lost(0.0, num_restarts=2) < lost(1.0)
+    # The same number of restarts over a longer life leaves it free.
+    assert lost(1.0, num_restarts=9, submitted_s=-6000.0) < lost(1.0, num_restarts=2)
+
     def moves(**fields):
         job_ = job("a", 0.5, [0, 1], restart_s=30.0, **fields)
+        job_ = dataclasses.replace(job_, largest_profiled=2**9)
         return Goodput()([job_], ONE_NODE, 600.0).allocations["a"] != job_.allocation
 
     assert moves()
-    assert moves(num_restarts=2)
-    assert not moves(num_restarts=9)
-    # The same number of restarts over a longer life leaves it free.
-    assert moves(num_restarts=9, submitted_s=-3000.0)
+    assert moves(num_restarts=9)  # it is alone, and grew by its restarts
 
 
 def test_another_kind_must_promise_more_than_another_size():
@@ -134,10 +145,10 @@ def test_another_kind_must_promise_more_than_another_size():
         given = Goodput(diminishing=1.0, **settings)([view], cluster, 180.0)
         return next(iter(given.allocations["a"].devices))
 
-    # Stays 0.8 (180 + 200 + 120) = 400 s: a restart takes a quarter of it, one and a half 3/8.
-    assert kind_of(1.45) == "slow"
-    assert kind_of(1.45, kind_change=1.0) == "fast"
-    assert kind_of(1.7) == "fast"
+    # Alone it stays 180 + 200 + 120 = 500 s: a restart takes a fifth of it, one and a half 3/10.
+    assert kind_of(1.35) == "slow"
+    assert kind_of(1.35, kind_change=1.0) == "fast"
+    assert kind_of(1.5) == "fast"
 
 
 def test_a_job_that_declares_that_it_is_nearly_done_goes_first():
@@ -160,11 +171,11 @@ def test_however_often_it_restarted_no_job_is_stopped_for_nothing(held):
 
 
 def test_a_gain_counts_less_than_proportionally():
-    # A restart takes a quarter, as above: 1.38 x 0.75 is above 1, 1.38^0.85 x 0.75 is not.
+    # A restart takes a fifth, as above: 1.28 x 0.8 is above 1, 1.28^0.85 x 0.8 is not.
     sizes = {s.num_devices: s for s in shapes(ONE_NODE)}
     view = JobView(
         spec=JobSpec(id="a"),
-        goodput={sizes[1]: 1.0, sizes[2]: 1.38},
+        goodput={sizes[1]: 1.0, sizes[2]: 1.28},
         allocation=Allocation(devices={"n": (0,)}),
         since_s=0.0,
         restart_s=100.0,

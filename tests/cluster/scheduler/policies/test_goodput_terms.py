@@ -1,5 +1,7 @@
 """What the default policy's utility is made of: prices, expected stays, and kinds that others know."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +13,8 @@ from jaxgoodput.cluster.scheduler.policies.goodput import (
     with_usual_kinds,
 )
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
-from jaxgoodput.cluster.scheduler.policies.transitions import expected_stay_s
+from jaxgoodput.cluster.scheduler.policies.tables import FAR, with_doubt
+from jaxgoodput.cluster.scheduler.policies.transitions import expected_stay_s, leads_further
 from jaxgoodput.cluster.scheduler.policy import JobView
 from jaxgoodput.cluster.scheduler.shapes import shapes
 from jaxgoodput.specs import ClusterSpec, JobSpec, Node
@@ -109,6 +112,32 @@ def test_it_grows_with_age_and_falls_with_restarts(age_s, restarts, restart_s):
     assert stay_s(age_s + 60.0, restarts, restart_s) > now > stay_s(age_s, restarts + 1, restart_s)
 
 
+@given(
+    age_s=st.floats(0, 1e6),
+    restarts=st.integers(0, 100),
+    restart_s=st.floats(0, 1000),
+    contention=st.floats(0, 1),
+)
+def test_the_less_others_want_its_devices_the_longer_it_stays(
+    age_s, restarts, restart_s, contention
+):
+    view = JobView(
+        spec=JobSpec(id="a"),
+        restart_s=restart_s,
+        num_restarts=restarts,
+        largest_profiled=2**restarts,
+    )
+    problem = ShapeProblem.of((view,), CLUSTER, age_s)
+    stay = [float(expected_stay_s(problem, c)[0]) for c in (1.0, contention, 0.0)]
+    assert stay == sorted(stay)
+    assert stay[0] == pytest.approx(stay_s(age_s, restarts, restart_s))
+    # Restarts by which it grew do not count, others do.
+    assert stay[2] == pytest.approx(age_s + 2.0 * restart_s + 120.0)
+    to_and_fro = dataclasses.replace(view, largest_profiled=1)
+    problem = ShapeProblem.of((to_and_fro,), CLUSTER, age_s)
+    assert expected_stay_s(problem, 0.0)[0] == pytest.approx(stay[2] / (restarts + 1))
+
+
 def test_a_job_from_a_clock_that_is_ahead_counts_as_new():
     assert stay_s(age_s=-30.0, restarts=0, restart_s=10.0) == stay_s(0.0, 0, 10.0)
 
@@ -173,3 +202,75 @@ def test_jobs_without_any_shape_do_no_harm():
     found = rows(view("x", {"a": 1.0, "b": 4.0, "c": 2.0}), view("none", {}, profiled=0), NEW)
     assert np.isnan(list(found["none"].values())).all()
     assert found["new"]["b"] / found["new"]["a"] == pytest.approx(4.0)
+
+
+WIDE = ClusterSpec(
+    nodes=tuple(Node(name=f"n{i}", kind="a", num_devices=8) for i in range(8)),
+)
+
+
+def sized(profiled, largest=64, **spec):
+    """A job that scales perfectly up to a largest size that is offered."""
+    table = {s: float(s.num_devices) for s in shapes(WIDE) if s.num_devices <= largest}
+    return JobView(
+        spec=JobSpec(id="a", **{"max_devices": 64, **spec}),
+        goodput=table,
+        largest_profiled=profiled,
+    )
+
+
+def leads(view):
+    """The sizes that are worth more for what they lead to."""
+    problem = ShapeProblem.of((view,), WIDE, 0.0)
+    return problem.devices[leads_further(problem)[0] > 1.0].tolist()
+
+
+def test_the_largest_size_on_offer_is_worth_more_if_it_opens_up_others():
+    assert leads(sized(4, largest=8)) == [8]
+    assert leads(sized(8, largest=8)) == []  # it has been there
+    assert leads(sized(4, largest=8, max_devices=8)) == []  # it may not have more
+    assert leads(sized(16, largest=64)) == []  # there is no more
+    assert leads(sized(0, largest=8)) == []  # it has not run yet, and nothing is known
+    assert leads(sized(4, largest=8, mode="rigid", num_devices=8)) == []
+
+
+def test_a_size_that_looks_no_better_than_a_smaller_one_is_not_tried_for_what_may_follow():
+    view = sized(4, largest=8)
+    table = {s: min(g, 4.0) for s, g in view.goodput.items()}
+    assert leads(dataclasses.replace(view, goodput=table)) == []
+
+
+@given(profiled=st.integers(0, 64))
+def test_a_table_is_trusted_near_what_was_measured(profiled):
+    problem = ShapeProblem.of((sized(profiled),), WIDE, 0.0)
+    found, told = with_doubt(problem)[0], problem.goodput[0]
+    if profiled == 0:
+        np.testing.assert_array_equal(found, told)
+        return
+    near = problem.devices <= FAR * profiled
+    np.testing.assert_array_equal(found[near], told[near])
+    assert (found[~near] < told[~near]).all()
+    np.testing.assert_allclose(
+        found[~near], FAR * profiled
+    )  # as much as perfect scaling gives there
+
+
+def test_a_table_that_is_no_estimate_of_the_job_is_trusted_everywhere():
+    problem = ShapeProblem.of((sized(1, mode="elastic"),), WIDE, 0.0)
+    np.testing.assert_array_equal(with_doubt(problem), problem.goodput)
+
+
+def test_on_an_empty_cluster_a_job_goes_far_in_few_steps_and_is_not_forbidden_any():
+    view, sizes = sized(1), []
+    for now_s in (60.0, 120.0, 180.0, 240.0):
+        given = Goodput()((view,), WIDE, now_s).allocations["a"]
+        sizes.append(given.num_devices)
+        view = JobView(
+            spec=view.spec,
+            goodput=view.goodput,
+            largest_profiled=given.num_devices,
+            allocation=given,
+            since_s=now_s,
+            num_restarts=len(sizes) - 1,
+        )
+    assert sizes == [4, 16, 64, 64]

@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxgoodput.cluster.scheduler.policies.goodput import Goodput
+from jaxgoodput.cluster.scheduler.policies.guarantee import due
+from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
 from jaxgoodput.cluster.scheduler.policy import JobView
 from jaxgoodput.cluster.scheduler.reconcile import reconcile
 from jaxgoodput.cluster.scheduler.shapes import shapes
-from jaxgoodput.specs import ClusterSpec, JobSpec, Node
+from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node
 
 EIGHT = ClusterSpec(nodes=tuple(Node(name=f"n{i}", kind="k", num_devices=4) for i in range(2)))
 
@@ -109,3 +111,36 @@ def test_a_quota_bounds_what_is_guaranteed():
     jobs = [rigid(f"j{i}", 4, cluster, submitted_s=-9000.0 - i) for i in range(2)]
     given = Goodput()(jobs, cluster, 0.0).allocations
     assert list(given) == ["j1"]
+
+
+@given(running=st.integers(6, 15), waited_s=st.floats(0.0, 7000.0))
+def test_a_paused_job_is_due_soon_unless_many_more_want_devices_than_there_are(running, waited_s):
+    """Single-device jobs on 8 devices: up to 12 of them, a pause ends within 1,800 s and a round."""
+    others = [
+        rigid(
+            f"j{i}",
+            1,
+            allocation=Allocation(devices={f"n{i // 4}": (i % 4,)}) if i < 8 else Allocation(),
+            since_s=-100.0 if i < 8 else None,
+            fraction_received_s={"k": 1e6},
+            submitted_s=-100.0,
+        )
+        for i in range(running)
+    ]
+    paused = rigid(
+        "paused",
+        1,
+        submitted_s=-1e5,
+        paused_s=-waited_s,
+        received_s={"k": 9e4},
+        fraction_received_s={"k": 9e4},
+    )
+    problem = ShapeProblem.of([*others, paused], EIGHT, 0.0)
+    is_due = bool(due(problem, 0.25, 3600.0).due[-1])
+    assert is_due == (waited_s > 1440.0 and running + 1 <= 12)
+    # One that never ran waits for its first turn as before.
+    new = dataclasses.replace(
+        paused, paused_s=None, received_s={}, fraction_received_s={}, submitted_s=-waited_s
+    )
+    problem = ShapeProblem.of([*others, new], EIGHT, 0.0)
+    assert not due(problem, 0.25, 3600.0).waited_s.any()

@@ -1,6 +1,9 @@
-"""Where nothing happens the plan comes to rest; while somebody waits it does not."""
+"""A plan that is asked for again with nothing new stays; a job that waits gets its turn."""
 
 import dataclasses
+import importlib.util
+import pathlib
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -8,9 +11,11 @@ from event_logs import EventWorld
 
 from jaxgoodput.cluster.scheduler.policies.goodput import Goodput
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
-from jaxgoodput.cluster.scheduler.policies.steady import as_of_last_event
+from jaxgoodput.cluster.scheduler.policies.steady import as_of, some_wait, standing
 from jaxgoodput.cluster.scheduler.policy import JobView
 from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node, Shape
+
+ROOT = pathlib.Path(__file__).parents[4]
 
 ENDLESS = {
     "mode": "adaptive",
@@ -61,6 +66,7 @@ def test_thirty_endless_jobs_come_to_rest(max_gap_s):
     assert rounds_with_changes(made, 10) == []
 
 
+MANY = [pytest.mark.slow, pytest.mark.nightly]
 SHAPES = {Shape("a", 1, 1): 1.0, Shape("a", 1, 2): 1.8}
 TWO = ClusterSpec(nodes=(Node(name="n", kind="a", num_devices=2),))
 
@@ -78,19 +84,91 @@ def job(id_, device, since_s, received_s):
 
 def test_service_since_the_last_event_is_left_out():
     jobs = (job("x", 0, 100.0, {"a": 4000.0}), job("y", 1, 400.0, {"a": 700.0, "b": 2800.0}))
-    then = as_of_last_event(ShapeProblem.of(jobs, TWO, 3000.0), 600.0)
-    assert then.now_s == 1000.0  # the last change was at 400 s
-    np.testing.assert_allclose(then.received_s(), [2000.0, 1500.0])
+    then = standing(ShapeProblem.of(jobs, TWO, 3000.0), 600.0)
+    assert then.weights.now_s == 1000.0  # the last change was at 400 s
+    assert then.prices.now_s == 3000.0  # what was measured since is unknown
+    np.testing.assert_allclose(then.weights.received_s(), [2000.0, 1500.0])
     early = ShapeProblem.of(jobs, TWO, 900.0)
-    assert as_of_last_event(early, 600.0) is early
+    assert all(problem is early for problem in standing(early, 600.0))
 
 
-def test_while_somebody_waits_everything_is_of_now():
+@pytest.mark.parametrize(
+    ("news_s", "weights_s", "prices_s"),
+    [(None, 1000.0, 3000.0), (0.0, 400.0, 400.0), (500.0, 500.0, 500.0), (2000.0, 1000.0, 2000.0)],
+)
+def test_prices_stand_still_from_the_last_news_on_and_weights_soon_after_an_event(
+    news_s, weights_s, prices_s
+):
+    jobs = (job("x", 0, 100.0, {"a": 4000.0}), job("y", 1, 400.0, {"a": 3500.0}))
+    problem = ShapeProblem.of(jobs, dataclasses.replace(TWO, changed_s=news_s), 3000.0)
+    then = standing(problem, 600.0)
+    assert (then.weights.now_s, then.prices.now_s) == (weights_s, prices_s)
+
+
+def test_a_job_waits_only_if_it_could_run():
     jobs = (job("x", 0, 0.0, {"a": 9000.0}), job("y", None, None, {}))
-    problem = ShapeProblem.of(jobs, TWO, 9000.0)
-    assert as_of_last_event(problem, 600.0) is problem
+    assert some_wait(ShapeProblem.of(jobs, TWO, 9000.0))
     hopeless = dataclasses.replace(jobs[1], goodput={})
-    settled = as_of_last_event(ShapeProblem.of((jobs[0], hopeless), TWO, 9000.0), 600.0)
-    assert settled.now_s == 600.0
-    nobody = ShapeProblem.of((), TWO, 9000.0)
-    assert as_of_last_event(nobody, 600.0) is nobody
+    problem = ShapeProblem.of((jobs[0], hopeless), TWO, 9000.0)
+    assert not some_wait(problem)
+    nothing = ShapeProblem.of((), TWO, 9000.0)
+    assert all(problem is nothing for problem in standing(nothing, 600.0))
+
+
+@pytest.fixture(scope="module")
+def worlds() -> ModuleType:
+    """The worlds of `benchmarks/scheduler_asked_again.py`, which prints what is checked here."""
+    path = ROOT / "benchmarks" / "scheduler_asked_again.py"
+    spec = importlib.util.spec_from_file_location("scheduler_asked_again", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(i, marks=MANY) for i in range(20, 300, 20))])
+def test_with_nothing_new_only_what_falls_due_changes(worlds, first):
+    found = [f for seed in range(first, first + 20) for f in worlds.asked_again(seed)]
+    assert [worlds.in_words(f) for f in found if not f.is_named] == []
+    assert first or len(found) > 3  # turns come
+
+
+def test_news_is_worth_a_change_at_the_price_of_its_time():
+    """The same view, an hour after its last change: news that came now makes the change cheap."""
+    (one, two) = SHAPES
+    runs = dataclasses.replace(
+        job("x", 0, 0.0, {"a": 3600.0}),
+        goodput={one: 1.0, two: 1.12},
+        restart_s=30.0,
+        largest_profiled=2,
+        num_restarts=2,
+    )
+
+    def devices(changed_s):
+        cluster = dataclasses.replace(TWO, changed_s=changed_s)
+        return Goodput()([runs], cluster, 3600.0).allocations["x"].num_devices
+
+    assert devices(0.0) == 1  # nothing is new since it began, when it could not be worth it
+    assert devices(3600.0) == devices(None) == 2
+
+
+def test_declared_work_and_time_on_devices_are_of_the_last_event_too():
+    view = dataclasses.replace(
+        job("x", 0, 100.0, {"a": 900.0}),
+        remaining=100.0,
+        fraction_received_s={"a": 900.0},
+        restart_s=30.0,
+    )
+    (then,) = as_of(ShapeProblem.of([view], TWO, 1000.0), 110.0).jobs
+    assert then.remaining == pytest.approx(100.0 + 1000.0 - 130.0)  # it restarted until 130 s
+    assert then.received_s["a"] == then.fraction_received_s["a"] == pytest.approx(10.0)
+
+
+def test_among_jobs_that_all_run_a_gap_that_is_accepted_anyway_changes_nothing():
+    """Two equal jobs on 1 and 2 devices: any exchange would gain nothing, whatever the solver prefers."""
+    views = [
+        dataclasses.replace(job("x", 0, 0.0, {"a": 10.0}), restart_s=0.0, largest_profiled=2),
+        dataclasses.replace(job("y", 1, 0.0, {"a": 10.0}), restart_s=0.0, largest_profiled=2),
+    ]
+    kept = Goodput()(views, TWO, 1000.0)
+    assert all(kept.allocations[v.spec.id] is v.allocation for v in views)
