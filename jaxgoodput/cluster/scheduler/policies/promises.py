@@ -100,9 +100,7 @@ class _Grants:
             return
         if had >= 0:
             self._room.give_back(i, had)
-        # Its own devices come first if others take as many: else a restarting job could have to give way.
-        here, fewest = int(self._present[i]), int(self._devices[both[0]])
-        here = here if here in both and self._devices[here] <= fewest else present
+        here = self._keepable(i, both)
         if self.take(i, sorted(both, key=lambda s: (s != present, s != had, s != here))):
             self.pinned[i] = present if self.granted[i] == present else -1
             self.allowed[i] = False
@@ -110,6 +108,14 @@ class _Grants:
         elif had >= 0:
             again = self.take(i, [had])
             assert again, "it was there a moment ago"
+
+    def _keepable(self, job: int, shapes: Sequence[int]) -> int:
+        """Return the shape that the job has, if it is among these and no larger than the first; else -1.
+
+        It is tried before others: with other devices the job could drive out one that restarts.
+        """
+        here = int(self._present[job])
+        return here if here in shapes and self._devices[here] <= self._devices[shapes[0]] else -1
 
 
 class Room:

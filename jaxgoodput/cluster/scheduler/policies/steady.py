@@ -26,6 +26,7 @@ from jaxgoodput.cluster.scheduler.policies.promises import Promises
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
 from jaxgoodput.cluster.scheduler.policy import Decision, JobView
 from jaxgoodput.cluster.scheduler.solve.assignment import Choice
+from jaxgoodput.specs import Allocation
 
 
 class Standing(NamedTuple):
@@ -101,23 +102,22 @@ def unchanged(
         return None
     allowed = ~np.isnan(utility) & promised.allowed
     pinned = promised.pinned[rows]
-    offered = offered_devices(problem.cluster, draining=True)
     allocations = {problem.jobs[i].spec.id: problem.jobs[i].allocation for i in rows.tolist()}
-    places = [
-        (name, i) for a in allocations.values() for name, its in a.devices.items() for i in its
-    ]
-    keeps = (
-        allowed[rows, shapes].all()
-        and ((pinned < 0) | (pinned == shapes)).all()
-        and len(places) == len(set(places))
-        and all(within(a, offered) for a in allocations.values())
-        and _within_limits(problem)
-    )
-    if not keeps:
+    may_stay = allowed[rows, shapes].all() and ((pinned < 0) | (pinned == shapes)).all()
+    if not (may_stay and _still_there(problem, allocations) and _within_limits(problem)):
         return None
     value = float(utility[rows, shapes].sum())
     chosen = np.where(problem.running, problem.present, -1)
     return PlacedChoice(Choice(shape=chosen, objective=value, bound=value), allocations)
+
+
+def _still_there(problem: ShapeProblem, allocations: Mapping[str, Allocation]) -> bool:
+    """Return whether the cluster has all these devices, and no two jobs hold the same."""
+    offered = offered_devices(problem.cluster, draining=True)
+    places = [
+        (name, i) for a in allocations.values() for name, its in a.devices.items() for i in its
+    ]
+    return len(places) == len(set(places)) and all(within(a, offered) for a in allocations.values())
 
 
 def _within_limits(problem: ShapeProblem) -> bool:
