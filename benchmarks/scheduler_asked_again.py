@@ -5,8 +5,8 @@
 Each world is a small cluster on which jobs of all modes have arrived, run and been paused for a while. One
 decision is made and carried out. Then time passes, 0 to 3,600 s: jobs that run grow older and use devices,
 declared work shrinks, and nothing arrives, ends or is measured. The policy is asked again, and each plan that
-changes anything is counted: with a reason that names what fell due (a turn, a promise or a deadline), or
-without one. Asked: none without.
+changes anything is counted: those in which each job that starts or gets fewer devices has a reason that names
+what fell due (a turn, a promise or a deadline), and others. Asked: none of these.
 """
 
 import argparse
@@ -28,6 +28,7 @@ NAMED = (  # in reasons: what fell due
     ": it has had less than its guaranteed share",
     ": its deadline is in",
     ", now that",
+    "; it is the turn of",
 )
 
 
@@ -171,8 +172,12 @@ def asked_again(seed, policy=None, later_s=LATER_S) -> list[AskedAgain]:
         plan = reconcile(then, cluster, policy, now_s + span_s)
         changed = [*plan.start, *plan.resize, *plan.pause]
         if changed:
-            said = " ".join(plan.reasons[id_] for id_ in changed)
-            found.append(AskedAgain(seed, span_s, plan, any(name in said for name in NAMED)))
+            before = {view.spec.id: view.allocation.num_devices for view in then}
+            kept = {id_ for id_ in plan.resize if plan.allocations[id_].num_devices >= before[id_]}
+            # A job may take what others have left; those that start or lose devices say what fell due.
+            said = [plan.reasons[id_] for id_ in changed if id_ not in kept]
+            is_named = bool(said) and all(any(name in one for name in NAMED) for one in said)
+            found.append(AskedAgain(seed, span_s, plan, is_named))
     return found
 
 

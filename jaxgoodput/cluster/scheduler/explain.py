@@ -149,7 +149,8 @@ class _Question:
         )
 
     def _runs(self, jobs: Sequence[JobView], cluster: ClusterSpec) -> bool:
-        plan = reconcile(jobs, cluster, self.policy, self.now_s)
+        asked = dataclasses.replace(cluster, changed_s=None)  # what it changes is news
+        plan = reconcile(jobs, asked, self.policy, self.now_s)
         return bool(plan.allocations[self.job].devices)
 
 

@@ -40,15 +40,12 @@ class SavedCheckpoint:
     """For messages."""
 
     @classmethod
-    def at(
-        cls, folder: pathlib.Path, name: str = "", *, with_memory: bool = False
-    ) -> "SavedCheckpoint":
+    def at(cls, folder: pathlib.Path, name: str = "") -> "SavedCheckpoint":
         """Open the checkpoint in a folder; raises if its metadata is damaged or its checksums are missing.
 
-        `name` is what people call it, if that is not the folder. `with_memory` is for those who go on with
-        the run: see `CheckpointMeta.from_json`.
+        `name` is what people call it, if that is not the folder. What the run remembered is left out.
         """
-        meta = meta_in(folder, with_memory=with_memory)
+        meta = meta_in(folder)
         if not _disk.is_sealed(folder):
             raise _disk.DamagedError(f"the file of checksums, {_disk.SUMS}, is missing")
         return cls(folder, meta, name or str(folder))

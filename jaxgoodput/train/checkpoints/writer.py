@@ -281,7 +281,7 @@ class Checkpoints:
         def read_meta() -> SavedCheckpoint:
             if _disk.is_sealed(folder):  # otherwise reading the metadata fails
                 _disk.check(folder, share=jax.process_index(), num_shares=jax.process_count())
-            return SavedCheckpoint.at(folder, with_memory=True)  # once it is known to be intact
+            return SavedCheckpoint.at(folder)
 
         saved, failure = attempt(read_meta)
         is_wrong = isinstance(failure, WrongWorkdirError)  # intact, but not for this program
@@ -303,7 +303,8 @@ class Checkpoints:
         if not self._everywhere(failure is None):
             return self._set_aside(number, failure)
         assert state is not None
-        return RestoredCheckpoint(state=state, meta=saved.meta)
+        # What is said of the memory is said of a checkpoint that is known to be intact.
+        return RestoredCheckpoint(state=state, meta=meta_in(folder, with_memory=True))
 
     def close(self) -> None:
         """Wait for the writer, warn if the last save failed, and release the directory."""

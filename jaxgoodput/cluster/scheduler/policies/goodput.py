@@ -53,6 +53,7 @@ from jaxgoodput.cluster.scheduler.policies.steady import (
     standing,
     starts,
     unchanged,
+    uses_more,
     with_ended_promises,
     with_turns,
 )
@@ -146,13 +147,15 @@ class Goodput:
         if self.smooth_tables:
             problem = replace(problem, goodput=shrunk_tables(problem))
         problem = replace(problem, goodput=with_usual_kinds(problem))
-        problem = replace(problem, goodput=with_doubt(problem))
         then = standing(problem, self.settle_s)
+        is_due = due(problem, self.guaranteed, self.patience_s).due
         if all(it is problem for it in then) or not some_wait(problem):
-            return self._decide(problem, then)
+            decision = self._decide(problem, then)
+            started = [i for i in starts(decision, problem) if is_due[i]]
+            return with_turns(decision, problem, started, is_due)
         decision = self._decide(problem, Standing(problem, problem))
         if started := starts(decision, problem):
-            return with_turns(decision, problem, started)
+            return with_turns(decision, problem, started, is_due)
         return self._decide(problem, then) if changes(decision, problem) else decision
 
     def _decide(self, problem: ShapeProblem, then: Standing) -> Decision:
@@ -176,13 +179,17 @@ class Goodput:
         choice, placed = choose_placeable(problem, utility, promised, rules, start=start)
         still = unchanged(problem, utility, promised)
         gap = self.relative_gap * abs(choice.objective)
-        if still is not None and choice.objective - still.choice.objective <= gap:
+        if (
+            still is not None
+            and choice.objective - still.choice.objective <= gap
+            and not uses_more(choice, still.choice, problem)
+        ):
             choice, placed = replace(still.choice, bound=choice.bound), still.allocations
         decision = problem.decide(choice, placed=placed)
         if problem.cluster.tenants:
             decision = with_tenants(decision, problem, own)
         decision = with_deadlines(decision, problem, choice, deadlines)
-        decision = with_due(decision, problem, turns.due)
+        decision = with_due(decision, problem, turns)
         if then.prices is problem:
             return decision
         before = due(then.prices, self.guaranteed, self.patience_s)
@@ -195,14 +202,15 @@ class Goodput:
         weight = self._weight(then.weights)
         if cluster.tenants and self.fairness > 0:
             weight = weight * fair_factors(problem, self.fairness)
+        goodput = with_doubt(problem)
         market = clearing_prices(
-            problem.goodput,
+            goodput,
             weight,
             problem.devices,
             problem.kind,
             np.array([each[kind] for kind in problem.kinds], np.float64),
         )
-        share = problem.goodput / market.best[:, None]
+        share = goodput / market.best[:, None]
         usual = market.cost * market.best
         worth = usual[:, None] * share**self.diminishing
         # Of what a unit of work costs, the part that is due to the devices which other jobs want.

@@ -7,8 +7,8 @@ than a guaranteed share of part x age. It stays due until it has had twice that,
 once; if jobs alternate, they do so in stretches that grow with their age. So that they do not grow for ever,
 a job is also due once it has waited, without a break, for twice the patience times the number of clusters
 that all jobs together would fill; turns of one patience each would come in half of that. While at most half
-as many jobs again want devices as there are, a job that has run is due much sooner: turns are then long, and
-a pause costs its job more than the restarts cost the others.
+as many jobs again want devices as there are, a job that has run is due much sooner, unless restarts take
+long: a pause costs its job more than the restarts cost the others.
 
 Due jobs are served before jobs that are restarting or began lately: first the ones that have waited too long,
 then the others in order of submission. So the oldest waiting job runs at once if it does not fit beside
@@ -29,6 +29,7 @@ from jaxgoodput.cluster.scheduler.shapes import capacity
 SOON = (
     0.4  # patiences that a paused job waits at most, unless many more want devices than there are
 )
+RESTARTS = 20.0  # and at least so many restarts of the job that restarts slowest
 FEW_MORE = 1.5  # clusters full of jobs up to which a pause is that short
 TOO_LONG = 2.0  # patiences per cluster full of jobs; with 1, average times grow by up to 3 %
 
@@ -39,6 +40,8 @@ class DueJobs:
 
     due: np.ndarray
     """[jobs] bool."""
+    behind: np.ndarray
+    """[jobs] bool, those of them that have had less than their guaranteed share."""
     waited_s: np.ndarray
     """[jobs] seconds since the job last had devices; 0 unless it has waited too long."""
 
@@ -51,7 +54,7 @@ def due(problem: ShapeProblem, guaranteed: float, patience_s: float) -> DueJobs:
     """
     nothing = np.zeros(len(problem.jobs))
     if not problem.goodput.size or guaranteed <= 0.0:
-        return DueJobs(due=nothing > 0.0, waited_s=nothing)
+        return DueJobs(due=nothing > 0.0, behind=nothing > 0.0, waited_s=nothing)
     fewest = np.where(np.isnan(problem.goodput), np.inf, problem.devices).min(1)
     can = np.isfinite(fewest)
     fewest = np.where(can, fewest, 1.0)
@@ -67,10 +70,12 @@ def due(problem: ShapeProblem, guaranteed: float, patience_s: float) -> DueJobs:
     clusters = max(float(fewest[can].sum()) / max(num_devices, 1), 1.0)
     waited_s = np.where(can, problem.waited_s(), 0.0)
     most = np.full(len(waited_s), TOO_LONG * clusters)
+    most *= patience_s
     if clusters <= FEW_MORE:
-        most[problem.paused()] = SOON
-    waited_s = np.where(waited_s > most * patience_s, waited_s, 0.0)
-    return DueJobs(due=behind | (waited_s > 0.0), waited_s=waited_s)
+        soon_s = max(SOON * patience_s, RESTARTS * float(problem.restart_s()[can].max(initial=0.0)))
+        most[problem.paused()] = min(soon_s, TOO_LONG * clusters * patience_s)
+    waited_s = np.where(waited_s > most, waited_s, 0.0)
+    return DueJobs(due=behind | (waited_s > 0.0), behind=behind, waited_s=waited_s)
 
 
 def claims_of(problem: ShapeProblem, turns: DueJobs) -> list[Claim]:
@@ -89,12 +94,18 @@ def claims_of(problem: ShapeProblem, turns: DueJobs) -> list[Claim]:
     return [Claim(i, problem.sizes(i)) for i in order]
 
 
-def with_due(decision: Decision, problem: ShapeProblem, is_due: np.ndarray) -> Decision:
+def with_due(decision: Decision, problem: ShapeProblem, turns: DueJobs) -> Decision:
     """Return the decision; jobs that start because they are due have this added to their reasons."""
     reasons = dict(decision.reasons)
-    for view in (problem.jobs[i] for i in np.flatnonzero(is_due)):
-        if view.spec.id in decision.allocations and not view.allocation.devices:
-            reasons[view.spec.id] += ": it has had less than its guaranteed share of the time"
+    for i in np.flatnonzero(turns.due).tolist():
+        view = problem.jobs[i]
+        if view.spec.id not in decision.allocations or view.allocation.devices:
+            continue
+        reasons[view.spec.id] += (
+            ": it has had less than its guaranteed share of the time"
+            if turns.behind[i]
+            else f": its turn, after {turns.waited_s[i]:.0f} s without devices"
+        )
     return replace(decision, reasons=reasons)
 
 

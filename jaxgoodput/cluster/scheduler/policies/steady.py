@@ -49,6 +49,9 @@ def standing(problem: ShapeProblem, settle_s: float) -> Standing:
     the time that passes if it is unknown when there was news.
     """
     now_s, news_s = problem.now_s, problem.cluster.changed_s
+    # A reservation that begins or ends changes what there is, without an event.
+    turns_s = [t for r in problem.cluster.reservations for t in (r.start_s, r.end_s) if t <= now_s]
+    news_s = None if news_s is None else max([news_s, *turns_s])
     event_s = max(
         (t for v in problem.jobs for t in (v.submitted_s, v.since_s, v.paused_s) if t is not None),
         default=now_s,
@@ -76,7 +79,8 @@ def _as_of(view: JobView, shape: int, problem: ShapeProblem, at_s: float) -> Job
     left = view.remaining
     if left is not None and shape >= 0:
         begun_s = at_s if view.since_s is None else max(at_s, view.since_s + view.restart_s)
-        left += max(problem.now_s - begun_s, 0.0) * view.goodput[problem.shapes[shape]]
+        # Its table may no longer have its shape, for example if its budget is too small for it by now.
+        left += max(problem.now_s - begun_s, 0.0) * view.goodput.get(problem.shapes[shape], 0.0)
     ran_s = view.fraction_received_s
     ran_s = _less(ran_s, passed_s) if view.allocation.devices else ran_s
     return replace(view, received_s=had, fraction_received_s=ran_s, remaining=left)
@@ -87,6 +91,12 @@ def _less(received_s: Mapping[str, float], less_s: float) -> dict[str, float]:
     total_s = sum(received_s.values())
     left = max(1.0 - less_s / total_s, 0.0) if total_s > 0.0 else 1.0
     return {kind: had_s * left for kind, had_s in received_s.items()}
+
+
+def uses_more(choice: Choice, other: Choice, problem: ShapeProblem) -> bool:
+    """Return whether a choice uses more devices than another: a little more worth may be all of one job's."""
+    used, others = (problem.devices[c.shape[c.shape >= 0]].sum() for c in (choice, other))
+    return bool(used > others)
 
 
 def unchanged(
@@ -148,18 +158,23 @@ def changes(decision: Decision, problem: ShapeProblem) -> bool:
     )
 
 
-def with_turns(decision: Decision, problem: ShapeProblem, started: list[int]) -> Decision:
-    """Return the decision; reasons say whose turn it is, if jobs start on devices that others had."""
+def with_turns(
+    decision: Decision, problem: ShapeProblem, started: list[int], is_due: np.ndarray
+) -> Decision:
+    """Return the decision; reasons say whose turn it is, if jobs start on devices that others had.
+
+    `is_due`: [jobs] bool, jobs whose reason says why they are due already.
+    """
     fewer = [
         view.spec.id
         for view in problem.jobs
         if view.allocation.num_devices
         > (given.num_devices if (given := decision.allocations.get(view.spec.id)) else 0)
     ]
-    if not fewer:
+    if not fewer or not started:
         return decision
     reasons, waited_s = dict(decision.reasons), problem.waited_s()
-    for i in started:
+    for i in (i for i in started if not is_due[i]):
         reasons[problem.jobs[i].spec.id] += f": its turn, after {waited_s[i]:.0f} s without devices"
     first = problem.jobs[started[0]].spec.id
     more = f" and {len(started) - 1} more" if len(started) > 1 else ""

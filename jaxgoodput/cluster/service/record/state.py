@@ -128,8 +128,9 @@ class State:
     """Position in the journal of the last event."""
     at_s: float = 0.0
     """Time of that event, in seconds of the service's own clock."""
-    news_s: float = 0.0
-    """Time of the last event that may change a plan, such as a submission, an end or a measurement."""
+    news_s: float | None = None
+    """Time of the last event that may change a plan, such as a submission, an end or a measurement; None if
+    there was none since a state was read that does not say."""
     nodes: Mapping[str, NodeEntry] = field(default_factory=dict)
     jobs: Mapping[str, JobEntry] = field(default_factory=dict)
     """All jobs by name, the oldest first."""

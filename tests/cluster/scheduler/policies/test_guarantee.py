@@ -138,6 +138,14 @@ def test_a_paused_job_is_due_soon_unless_many_more_want_devices_than_there_are(r
     problem = ShapeProblem.of([*others, paused], EIGHT, 0.0)
     is_due = bool(due(problem, 0.25, 3600.0).due[-1])
     assert is_due == (waited_s > 1440.0 and running + 1 <= 12)
+    if is_due and running >= 8:
+        reasons = Goodput()([*others, paused], EIGHT, 0.0).reasons
+        assert f": its turn, after {waited_s:.0f} s without devices" in reasons["paused"]
+        assert sum("; it is the turn of paused" in reason for reason in reasons.values()) == 1
+    # While restarts take long, a pause is no longer than they are worth.
+    slow = [dataclasses.replace(v, restart_s=300.0) for v in (*others, paused)]
+    is_due = bool(due(ShapeProblem.of(slow, EIGHT, 0.0), 0.25, 3600.0).due[-1])
+    assert is_due == (waited_s > 6000.0 and running + 1 <= 12)
     # One that never ran waits for its first turn as before.
     new = dataclasses.replace(
         paused, paused_s=None, received_s={}, fraction_received_s={}, submitted_s=-waited_s
