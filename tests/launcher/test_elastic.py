@@ -171,7 +171,8 @@ def check_same(alone, end, steps, epochs, *settings, rel=1e-4, **options):
         assert line["loss"] == pytest.approx(wanted_steps[step]["loss"], rel=rel, abs=0), step
 
 
-@pytest.mark.parametrize("leases", ["false", pytest.param("true", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("leases", ["false", "true"])
 def test_dropout_with_a_key_for_each_sample_is_the_same_while_processes_join_and_leave(
     tmp_path, alone, leases
 ):
