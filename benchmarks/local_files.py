@@ -11,40 +11,13 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
+from restart_cost import Matrix
 
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.report import numbers
 from jaxgoodput.train.config import Config, Reporting
-from jaxgoodput.train.trainer import Trainer
 
-ROWS, WIDTH, STEPS, EVERY = 8_192, 256, 100, 5
-
-
-class Matrix(Trainer):
-    """Regression on one wide layer."""
-
-    def init(self, key):
-        """Return the layer."""
-        return {"w": jax.random.normal(key, (ROWS, WIDTH)) * 1e-3}
-
-    def loss(self, params, batch, key):
-        """Return the squared error of each sample."""
-        return jnp.mean((params["w"][batch["row"]] - batch["y"]) ** 2, axis=-1)
-
-    def optimizer(self):
-        """Return Adam."""
-        return optax.adam(1e-3)
-
-    def dataset(self):
-        """Return rows, and what they should be."""
-        rng = np.random.default_rng(0)
-        return {
-            "row": rng.integers(0, ROWS, 4096).astype(np.int32),
-            "y": rng.normal(size=(4096, WIDTH)).astype(np.float32),
-        }
+ROWS, STEPS, EVERY = 8_192, 100, 5
 
 
 class Saver:
@@ -70,7 +43,7 @@ def trained(workdir: str, steps: int) -> tuple[float, float, float]:
         base_steps=steps,
         reporting=Reporting(progress=False),
     )
-    hook.trainer = Matrix(config, hooks=[hook])
+    hook.trainer = Matrix(config, ROWS, hooks=[hook])
     began_s, began_cpu_s = time.monotonic(), time.process_time()
     hook.trainer.fit()
     return (
