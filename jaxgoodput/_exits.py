@@ -37,6 +37,8 @@ class RunFacts:
     """What asked it to stop, such as a signal; None: it is complete."""
     last_step: int = 0
     """The last step that is done and may be lost; 0 if there is none."""
+    may_be_further: bool = False
+    """Whether more steps may be done than this: others hear of a process's steps about once a second."""
     saved_step: int | None = 0
     """The step of the newest checkpoint; 0 if there is none, None if that is not known here."""
     unsaved_why: str = "no process was left to save it"
@@ -51,7 +53,7 @@ def run_exit(facts: RunFacts) -> Exit:
     >>> run_exit(RunFacts(last_step=7, saved_step=4, unsaved_why="the disk is full"))
     Exit(code=75, why='step 7 could not be saved (the disk is full); step 4 is safe')
     """
-    if facts.last_step <= (facts.saved_step or 0):
+    if not facts.may_be_further and facts.last_step <= (facts.saved_step or 0):
         code = DONE if facts.stopped_by is None else SAVED
         if facts.saved_step:
             return Exit(code, f"step {facts.saved_step} is saved")
@@ -59,7 +61,13 @@ def run_exit(facts: RunFacts) -> Exit:
     safe = {None: "a restart resumes from the last checkpoint", 0: "no step is safe"}.get(
         facts.saved_step, f"step {facts.saved_step} is safe"
     )
-    return Exit(UNSAVED, f"step {facts.last_step} could not be saved ({facts.unsaved_why}); {safe}")
+    what = f"step {facts.last_step} could not be saved"
+    if facts.may_be_further:
+        which = (
+            f"step {facts.last_step} and what came after it" if facts.last_step else "what was done"
+        )
+        what = f"{which} may not be saved"
+    return Exit(UNSAVED, f"{what} ({facts.unsaved_why}); {safe}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ runs = st.builds(
     RunFacts,
     stopped_by=st.sampled_from([None, "SIGTERM", "hang"]),
     last_step=steps,
+    may_be_further=st.booleans(),
     saved_step=st.none() | steps,
     unsaved_why=st.just("the disk is full"),
 )
@@ -42,8 +43,8 @@ ends = st.builds(
 
 
 @given(runs)
-def test_a_run_is_done_or_saved_exactly_if_its_last_step_is_safe(facts):
-    is_safe = facts.last_step <= (facts.saved_step or 0)
+def test_a_run_is_done_or_saved_exactly_if_its_last_step_is_known_and_safe(facts):
+    is_safe = facts.last_step <= (facts.saved_step or 0) and not facts.may_be_further
     end = run_exit(facts)
     assert end.code == (UNSAVED if not is_safe else SAVED if facts.stopped_by else DONE)
 
@@ -52,7 +53,9 @@ def test_a_run_is_done_or_saved_exactly_if_its_last_step_is_safe(facts):
 def test_the_sentence_names_the_step_at_which_a_restart_begins(facts):
     end = run_exit(facts)
     if end.code == UNSAVED:
-        assert f"step {facts.last_step} could not be saved (the disk is full)" in end.why
+        sure = f"step {facts.last_step} could not be saved (the disk is full)"
+        assert (sure in end.why) != facts.may_be_further
+        assert ("may not be saved (the disk is full)" in end.why) == facts.may_be_further
         named = {None: "from the last checkpoint", 0: "no step is safe"}
         assert named.get(facts.saved_step, f"step {facts.saved_step} is safe") in end.why
     elif facts.saved_step:

@@ -244,7 +244,10 @@ class Teller:
         self._is_stopping = is_stopping
         self._clock = clock
         self._book = book
-        self._current: Any = None  # the hook that was called last
+        self._spent_s: dict[str, float] = {}  # by hook, for the calls that have ended
+        self._current: tuple[str, float] | None = (
+            None  # the hook that is called now, and since when
+        )
         self._has_warned = False
         self._hears_steps = hear(hooks, StepEnd) or (short_windows and hear(hooks, Window))
         self.is_awaited = False
@@ -275,18 +278,11 @@ class Teller:
 
         if num_behind() < MOST_BEHIND:
             return
-        if not self._has_warned:
-            self._has_warned = True
-            logging.warning(
-                "hooks are %d events behind, and training waits for them. The slow one is %s: let it do "
-                "less, or call it less often (jg.Every).",
-                MOST_BEHIND,
-                type(self._current).__qualname__,
-            )
         start_s = self._clock.now()
         self.is_awaited = True
         while num_behind() >= MOST_BEHIND and not self._is_stopping():
             self._worker.join(0.01)
+            self._warn()
         self.is_awaited = False
         self._book("hooks_behind", self._clock.now() - start_s)
 
@@ -294,8 +290,29 @@ class Teller:
         """Handle the events that are waiting, and end the thread."""
         self._worker.close()
 
+    def _warn(self) -> None:
+        """Say once that training waits, and for which hook most."""
+        spent_s, current = dict(self._spent_s), self._current
+        if current is not None:
+            name, since_s = current
+            spent_s[name] = spent_s.get(name, 0.0) + self._clock.now() - since_s
+        if self._has_warned or not spent_s:
+            return
+        self._has_warned = True
+        logging.warning(
+            "hooks are %d events behind, and training waits for them. The slowest is %s: let it do less, or "
+            "call it less often (jg.Every).",
+            MOST_BEHIND,
+            max(spent_s, key=lambda name: spent_s[name]),
+        )
+
     def _each(self) -> Iterator[Any]:
-        """Yield the hooks one after the other, noting which one is running."""
+        """Yield the hooks one after the other, noting how long each one takes."""
         for hook in self._hooks:
-            self._current = hook
-            yield hook
+            name, start_s = type(hook).__qualname__, self._clock.now()
+            self._current = name, start_s
+            try:
+                yield hook
+            finally:
+                self._current = None
+                self._spent_s[name] = self._spent_s.get(name, 0.0) + self._clock.now() - start_s

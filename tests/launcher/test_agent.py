@@ -23,17 +23,17 @@ GRACE_S = 60.0
 
 
 class OneHost:
-    """An agent with a worker that has reported step 7, and the coordinator's end of its connection."""
+    """An agent with a worker that has reported a step, and the coordinator's end of its connection."""
 
-    def __init__(self, folder, clock, *, ends_run=False):
-        self.folder, self.clock = folder, clock
+    def __init__(self, folder, clock, *, step=7, ends_run=False):
+        self.folder, self.clock, self.step = folder, clock, step
         self.told, self.events = queue.SimpleQueue(), queue.SimpleQueue()
         self.code = None
         # The pipe for heartbeats is FD:DEVICE:INODE.
         script = f"""
             trap 'touch {folder}/told' TERM
             beats=${{JAXGOODPUT_BEATS%%:*}}
-            echo 7 >/proc/self/fd/$beats
+            echo {step} >/proc/self/fd/$beats
             {"echo >/proc/self/fd/$beats" * ends_run}
             touch {folder}/began
             while [ ! -e {folder}/end ]; do sleep 0.02; done
@@ -71,7 +71,7 @@ class OneHost:
             thread.start()
             try:
                 self.send(messages.StartWorker("a.1"))
-                until(lambda: self.child is not None and self.child.step == 7)
+                until(lambda: self.child is not None and self.child.step == self.step)
                 until((self.folder / "began").exists)
                 yield self
                 thread.join(LIMIT_S)
@@ -201,7 +201,20 @@ def test_a_worker_that_is_killed_before_the_coordinator_has_answered_may_have_lo
     assert host.code == 137
 
 
-@pytest.mark.parametrize("ends_run, lost", [(False, 7), (True, 0)])
+def test_steps_are_lost_with_the_coordinator_before_the_first_heartbeat_that_tells_of_them(
+    tmp_path, clock, capfd
+):
+    """A run that has begun reports step 0, and for a second nothing else, however many steps it does."""
+    host = OneHost(tmp_path, clock, step=0)
+    with host.at_work():
+        host.channel.close()
+    assert host.code is None and host.agent.lost_step == 0
+    assert agents._without_coordinator("a", 0) == 75
+    assert "what was done may not be saved" in capfd.readouterr().err
+    assert agents._without_coordinator("a", None) == 143
+
+
+@pytest.mark.parametrize("ends_run, lost", [(False, 7), (True, None)])
 def test_only_a_run_that_is_not_over_loses_steps_with_its_coordinator(
     tmp_path, clock, ends_run, lost
 ):
@@ -212,7 +225,7 @@ def test_only_a_run_that_is_not_over_loses_steps_with_its_coordinator(
     assert host.code is None and host.agent.lost_step == lost
 
 
-@pytest.mark.parametrize("later_s, lost", [(0.3, 7), (10.0, 0)])
+@pytest.mark.parametrize("later_s, lost", [(0.3, 7), (10.0, None)])
 def test_workers_that_see_the_coordinator_go_before_the_agent_does_lose_their_steps(
     host, later_s, lost
 ):
@@ -228,7 +241,7 @@ def test_workers_that_see_the_coordinator_go_before_the_agent_does_lose_their_st
 def test_a_coordinator_that_comes_later_does_not_hide_what_was_lost_with_the_first(
     monkeypatch, clock, capfd
 ):
-    steps = [7, 0]
+    steps = [7, None]
 
     class Connection:
         was_accepted = True
@@ -249,4 +262,4 @@ def test_a_coordinator_that_comes_later_does_not_hide_what_was_lost_with_the_fir
     monkeypatch.setattr(agents, "_RETRY_S", 0.01)
     settings = AgentSettings(address="127.0.0.1:1", secret=SECRET, name="a")
     assert run_agent(["true"], settings, clock=clock) == 75
-    assert "step 7 could not be saved" in capfd.readouterr().err
+    assert "step 7 and what came after it may not be saved" in capfd.readouterr().err

@@ -20,7 +20,7 @@ import queue
 import secrets
 import shutil
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -128,7 +128,7 @@ def run_agent(command: Sequence[str], part: AgentSettings, *, clock: Clock) -> i
     instance = secrets.token_hex(8)
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     deadline_s = clock.now() + part.reconnect_s
-    lost_step = 0
+    lost_step: int | None = None
     with signals_to(events), notices_to(events, part.notices, clock):
         while True:
             try:
@@ -151,7 +151,7 @@ def run_agent(command: Sequence[str], part: AgentSettings, *, clock: Clock) -> i
                 why = "it has gone"
                 if agent.was_accepted:
                     deadline_s = clock.now() + part.reconnect_s
-                    lost_step = max(lost_step, agent.lost_step)
+                    lost_step = _last_of([lost_step, agent.lost_step])
             if clock.now() >= deadline_s:
                 where = part.address if given.join_file is None else f"what {given.join_file} says"
                 say(
@@ -159,23 +159,35 @@ def run_agent(command: Sequence[str], part: AgentSettings, *, clock: Clock) -> i
                     f"{part.reconnect_s:g} s. Check that `jaxgoodput run --nnodes` is alive there, and that "
                     "this host can reach its address and port."
                 )
-                return _without_coordinator(part.name, lost_step) if lost_step else FAILED
+                return FAILED if lost_step is None else _without_coordinator(part.name, lost_step)
             with contextlib.suppress(queue.Empty):
                 if _is_to_leave(events.get(timeout=_RETRY_S)):
                     return _without_coordinator(part.name, lost_step)
 
 
-def _without_coordinator(name: str, lost_step: int) -> int:
+def _without_coordinator(name: str, lost_step: int | None) -> int:
     """Return the exit code of an agent that ends without a coordinator, and print what was lost.
 
-    `lost_step` is the last step of workers that ended because the coordinator had gone; 0 if there were none.
+    `lost_step` is the last step known of workers that ended because the coordinator had gone; None if none
+    of them had begun to train.
     """
     why = "its workers ended because the coordinator had gone"
     end = run_exit(
-        RunFacts(stopped_by="stop", last_step=lost_step, saved_step=None, unsaved_why=why)
+        RunFacts(
+            stopped_by="stop",
+            last_step=lost_step or 0,
+            may_be_further=lost_step is not None,
+            saved_step=None,
+            unsaved_why=why,
+        )
     )
     say(f"{name} ends with exit code {end.code}: {end.why}")
     return end.code
+
+
+def _last_of(steps: Iterable[int | None]) -> int | None:
+    """Return the last of these steps; None stands for a process that has not begun to train."""
+    return max((step for step in steps if step is not None), default=None)
 
 
 def _is_to_leave(event: Any) -> bool:
@@ -290,9 +302,9 @@ class HostWorkers:
         return self._running.pop(member, (0, None))[1]
 
     @property
-    def last_step(self) -> int:
-        """The last step that a run which is not over has reported; 0 if no worker trains."""
-        return max((child.run_step or 0 for _, child in self._running.values()), default=0)
+    def last_step(self) -> int | None:
+        """The last step that a run which is not over has reported; None if no worker trains."""
+        return _last_of(child.run_step for _, child in self._running.values())
 
     def has_killed(self, member: str) -> bool:
         """Return whether the worker of this member was sent SIGKILL from here."""
@@ -410,8 +422,8 @@ class Agent:
         self._spared_s = math.inf  # time from which it is sure that the others go on with the state
         # When workers ended amid a run, unsaved, and their last steps.
         self._ended: collections.deque[tuple[float, int]] = collections.deque(maxlen=_MOST_ENDED)
-        self.lost_step = 0
-        """The last step of the workers that ran here when the coordinator went; 0 if none trained."""
+        self.lost_step: int | None = None
+        """The last step known of workers that ran here when the coordinator went; None if none trained."""
 
     def run(self) -> int | None:
         """Obey the coordinator until the job is over; return the exit code, or None if it has gone."""
@@ -460,11 +472,12 @@ class Agent:
 
     def _worker_ended(self, member: str, code: int) -> None:
         child = self._workers.ended(member)
-        if child is not None and child.run_step and exit_code([code]) not in (DONE, SAVED):
-            self._ended.append((self._clock.now(), child.run_step))
-        # A worker that still starts when the job ends fails for want of a coordinator, which says nothing.
-        if child is not None and not self._is_over and exit_code([code]) not in (DONE, SAVED):
-            self._failed = member, code, child
+        if child is not None and exit_code([code]) not in (DONE, SAVED):
+            if child.run_step is not None:
+                self._ended.append((self._clock.now(), child.run_step))
+            # One that still starts when the job ends fails for want of a coordinator, which says nothing.
+            if not self._is_over:
+                self._failed = member, code, child
         if not self._is_over:
             self._workers.start_waiting()
         self._send(ev.ProcessExited(member, code))
@@ -527,7 +540,7 @@ class Agent:
         match message:
             case None if not self._is_over:
                 say(f"{self._part.name}: the coordinator at {self._part.address} has gone")
-                self.lost_step = max(self._workers.last_step, self._lost_before())
+                self.lost_step = _last_of([self._workers.last_step, self._lost_before()])
                 if self._is_leaving:
                     self._finish(_without_coordinator(self._part.name, self.lost_step))
                 else:
@@ -556,10 +569,10 @@ class Agent:
                 if not self._workers.is_grace_running:  # it would begin again
                     self._workers.kill_after_grace()
 
-    def _lost_before(self) -> int:
+    def _lost_before(self) -> int | None:
         """Return the last step of workers that saw the coordinator go, and ended, before the agent did."""
         since_s = self._clock.now() - self._part.silent_s
-        return max((step for ended_s, step in self._ended if ended_s >= since_s), default=0)
+        return _last_of(step for ended_s, step in self._ended if ended_s >= since_s)
 
     def _examine(self, peers: Sequence[str], worker: Worker) -> None:
         check = fitness.examine(self._part.address, peers, self._part.secret, self._clock)

@@ -535,8 +535,14 @@ def _end_job(turn: Turn) -> None:
 
 def end_unsaved(state: Rendezvous) -> Exit:
     """Return how a job ends that is not done, and of which no process saves: is there anything to save?"""
-    last_step = max(state.furthest, 1) if state.moved_s else 0
-    return run_exit(RunFacts(stopped_by="stop", last_step=last_step, saved_step=None))
+    return run_exit(
+        RunFacts(
+            stopped_by="stop",
+            last_step=max(state.furthest, 0),
+            may_be_further=state.has_trained,
+            saved_step=None,
+        )
+    )
 
 
 def _code_of_failure(state: Rendezvous, code: int) -> int:
@@ -544,7 +550,7 @@ def _code_of_failure(state: Rendezvous, code: int) -> int:
     if code not in (DONE, SAVED):
         return code
     # The process has not saved for the job: SIGTERM has ended it, or it left.
-    return UNSAVED if state.moved_s else FAILED
+    return UNSAVED if state.has_trained else FAILED
 
 
 def _can_recover(state: Rendezvous) -> bool:

@@ -246,6 +246,11 @@ class Rendezvous:
     """Exit code of the job so far."""
 
     @property
+    def has_trained(self) -> bool:
+        """Whether a process has begun to train, so that steps may be done of which no heartbeat tells yet."""
+        return self.furthest >= 0
+
+    @property
     def outstanding(self) -> tuple[str, ...]:
         """Processes of the generation that are waited for: they train, or fetch the state of a new one."""
         is_forming = self.stage is Stage.FORMING
