@@ -3,7 +3,8 @@
 Loads a real cluster service on this machine with real connections; the jobs are never executed.
 Agents wait for work like the agents of nodes, and jobs send hints at a steady rate. At the end, everything
 that the service has acknowledged is compared with what it knows. With --kills it is killed (SIGKILL) again
-and again under this load. The table gives requirement and result.
+and again under this load. The table gives requirement and result. The exit code is 1 if something was lost,
+given twice or answered by 5xx, or if no work was given and no hint acknowledged: that would be no load.
 """
 
 import argparse
@@ -19,6 +20,8 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from typing import Any
+
+from jaxgoodput.cluster.service.wire import VERSION
 
 HINTS: dict[str, Any] = {
     "kind": "h200", "num_devices": 1, "largest": 8, "base_batch_size": 256,
@@ -163,8 +166,10 @@ class Load:
         """A node's agent: waits for work, tells where coordinators are, and watches what it is given."""
         name, version = f"n{number}", 0
         node = {"name": name, "kind": "h200", "num_devices": 8}
-        join = {"node": node, "instance": "one", "version": 2}
-        await self.surely("POST", "/v1/nodes", join)
+        join = {"node": node, "instance": "one", "version": VERSION}
+        status, answer = await self.surely("POST", "/v1/nodes", join)
+        if status != 200:
+            raise SystemExit(f"{name} was refused: {status} {answer}")
         connection = Connection(self)
         while not self.is_over:
             try:
@@ -339,7 +344,8 @@ def main() -> None:
         width = max(map(len, rows))
         print("\n".join(f"{name:{width}}  {said}" for name, said in rows.items()))
         bad = [status for status in load.statuses if status >= 500]
-        raise SystemExit(bool(lost or bad or load.given_twice))
+        idle = not (load.parts and load.num_hints)
+        raise SystemExit(bool(lost or bad or load.given_twice or idle))
 
 
 if __name__ == "__main__":
