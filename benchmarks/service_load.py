@@ -63,14 +63,15 @@ class Connection:
             reader, writer = self._streams
             writer.write(head.encode() + data)
             status, length = 0, 0
-            while (line := await asyncio.wait_for(reader.readline(), ANSWER_S)) != b"\r\n":
-                if not line:
-                    raise ConnectionError("closed")
-                if not status:
-                    status = int(line.split()[1])
-                elif line.lower().startswith(b"content-length:"):
-                    length = int(line.split(b":")[1])
-            text = await reader.readexactly(length)
+            async with asyncio.timeout(ANSWER_S):
+                while (line := await reader.readline()) != b"\r\n":
+                    if not line:
+                        raise ConnectionError("closed")
+                    if not status:
+                        status = int(line.split()[1])
+                    elif line.lower().startswith(b"content-length:"):
+                        length = int(line.split(b":")[1])
+                text = await reader.readexactly(length)
         except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
             if self._streams is not None:
                 self._streams[1].close()

@@ -57,7 +57,8 @@ async def stranger(port: int, kind: str) -> tuple[str, float | None]:
 
     sending = asyncio.create_task(send())
     try:
-        await asyncio.wait_for(receive(), PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
+            await receive()
     except TimeoutError:
         return kind, None
     except OSError:

@@ -9,6 +9,7 @@ import os
 import pathlib
 import secrets
 import sys
+import types
 
 import pytest
 import services
@@ -255,7 +256,8 @@ def test_a_planner_that_dies_at_each_start_is_told_of_and_ends_the_service(tmp_p
 
     async def use(planners):
         with pytest.raises(ChildProcessError, match="10 times in a row.*ended with 3"):
-            await asyncio.wait_for(planners.run(), 60.0)
+            async with asyncio.timeout(60.0):
+                await planners.run()
         assert "ended with 3" in planners.last_error
 
     with_planners(tmp_path, "raise SystemExit(3)", use)
@@ -508,3 +510,28 @@ def test_what_is_written_is_json_that_comes_back(tmp_path):
 
     state = with_book(tmp_path, use)
     assert encode(state) == encode(ClusterJournal(tmp_path).replay()[0])
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+def test_a_cancelled_planner_ends_even_if_an_answer_comes_at_that_moment(num_turns):
+    """A cancellation that is swallowed would leave a service that never ends."""
+
+    async def scene():
+        process = types.SimpleNamespace(stdout=asyncio.StreamReader())
+
+        async def read():
+            async for _ in planners_module._messages(process, 60.0):
+                pass
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0.01)
+        process.stdout.feed_data(b"{}\n")
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.wait([reading], timeout=2.0)
+        ended = reading.done()
+        reading.cancel()
+        assert ended
+
+    asyncio.run(scene())

@@ -101,7 +101,8 @@ class Planners:
         try:
             line = {"do": do, "id": number, "now_s": self._book.timeline.now(), **fields}
             _send(adviser, line)
-            said = await asyncio.wait_for(answer, ANSWER_S)
+            async with asyncio.timeout(ANSWER_S):
+                said = await answer
         except (TimeoutError, OSError) as error:
             if isinstance(error, TimeoutError):
                 await _end(adviser)  # it would first work through questions that have timed out
@@ -169,7 +170,8 @@ async def _messages(
     """Yield a process's messages until it ends. Raises TimeoutError if one takes longer than the limit."""
     assert process.stdout is not None  # it was started with a pipe
     while True:
-        line = await asyncio.wait_for(process.stdout.readline(), limit_s)
+        async with asyncio.timeout(limit_s):
+            line = await process.stdout.readline()
         if not line.endswith(b"\n"):  # it has ended, possibly in the middle of a line
             return
         yield json.loads(line)

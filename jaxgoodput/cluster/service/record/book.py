@@ -120,7 +120,8 @@ class Book:
         self._waiting.setdefault(key, set()).add(future)
         try:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(future, wait_s)
+                async with asyncio.timeout(wait_s):
+                    await future
         finally:
             waiting = self._waiting.get(key, set())
             waiting.discard(future)

@@ -270,7 +270,8 @@ class _LimitedBody:
         if self._is_whole:
             return await self._receive()
         try:
-            message = await asyncio.wait_for(self._receive(), max(self._due_s - self._now(), 0.001))
+            async with asyncio.timeout(max(self._due_s - self._now(), 0.001)):
+                message = await self._receive()
         except TimeoutError:
             raise BodyRefused(
                 408, f"the body did not arrive within {self._bounds.body_s:g} s."
