@@ -1,10 +1,12 @@
 """python benchmarks/service_load.py [--kills 100] [--jobs 1000] [--agents 200] [--hints 500] [--seconds 60]
 
 Loads a real cluster service on this machine with real connections; the jobs are never executed.
-Agents wait for work like the agents of nodes, and jobs send hints at a steady rate. At the end, everything
+Agents wait for work like the agents of nodes, and jobs send hints at a steady rate. Beside them somebody
+looks at the page, at the list of all jobs, at one job, at the nodes and at the metrics, each once a second,
+and every list is compared with the jobs that were there when it was asked for. At the end, everything
 that the service has acknowledged is compared with what it knows. With --kills it is killed (SIGKILL) again
 and again under this load. The table gives requirement and result. The exit code is 1 if something was lost,
-given twice or answered by 5xx, or if no work was given and no hint acknowledged: that would be no load.
+given twice, cut or answered by 5xx, or if no work was given and no hint acknowledged: that would be no load.
 """
 
 import argparse
@@ -37,6 +39,13 @@ HINTS: dict[str, Any] = {
     }],
 }  # fmt: skip
 ANSWER_S = 60.0
+LOOKS = {
+    "page": "/",
+    "jobs": "/v1/jobs?most=500",
+    "one job": "/v1/jobs/j1",
+    "nodes": "/v1/nodes",
+    "metrics": "/metrics",
+}
 
 
 class Gone(Exception):
@@ -77,7 +86,8 @@ class Connection:
                 self._streams[1].close()
             self._streams = None
             raise Gone(str(error)) from None
-        return status, json.loads(text) if text else None
+        is_json = text[:1] in (b"{", b"[")
+        return status, json.loads(text) if is_json else None
 
 
 @dataclass
@@ -92,6 +102,7 @@ class Load:
     token: str = ""
     child: subprocess.Popen[bytes] | None = None
     seconds: list[float] = field(default_factory=list)  # of answers that wait for nothing
+    starting_s: list[float] = field(default_factory=list)  # the same, while all jobs come and start
     statuses: dict[int, int] = field(default_factory=dict)
     submitted: set[str] = field(default_factory=set)  # acknowledged
     hinted: dict[str, tuple[int, int]] = field(default_factory=dict)  # generation and number
@@ -102,6 +113,8 @@ class Load:
     num_work: int = 0  # answers of long polls that brought something
     starts_s: list[float] = field(default_factory=list)
     is_over: bool = False
+    looked_s: dict[str, list[float]] = field(default_factory=dict)  # of each thing to look at
+    cut: list[str] = field(default_factory=list)  # lists that lacked jobs
     num_hints: int = 0
     hinting_s: float = 1.0
 
@@ -231,6 +244,29 @@ class Load:
             else:
                 self.refused_hints += 1
 
+    async def look(self, what: str, path: str) -> None:
+        """Look at something once a second, like somebody with a browser or a script."""
+        connection = Connection(self)
+        while not self.is_over:
+            await asyncio.sleep(random.uniform(0.5, 1.5))
+            wanted, found, after = len(self.submitted), 0, ""
+            try:
+                while True:
+                    begun = time.perf_counter()
+                    status, answer = await connection.ask("GET", path + after)
+                    self.looked_s.setdefault(what, []).append(time.perf_counter() - begun)
+                    self.statuses[status] = self.statuses.get(status, 0) + 1
+                    if what != "jobs":
+                        break
+                    found += len(answer["jobs"])
+                    if answer["next_before"] is None:
+                        if found < wanted:
+                            self.cut.append(f"{found} of {wanted} jobs")
+                        break
+                    after = f"&before={answer['next_before']}"
+            except Gone:
+                await asyncio.sleep(0.5)
+
     async def submit(self, number: int) -> None:
         """Hand in a job; with an id of the request, so that asking twice does nothing twice."""
         spec = {"id": f"j{number}", "max_devices": 8}
@@ -261,11 +297,17 @@ async def under_load(load: Load, seconds: float, kills: int) -> list[str]:
     for first in range(0, load.num_jobs, 50):
         every = range(first, min(first + 50, load.num_jobs))
         await asyncio.gather(*(load.submit(number) for number in every))
-    load.seconds.clear()  # coming together is not what is timed
+    # All jobs start at once, which is timed by itself.
+    seen = -1
+    while len(load.parts) > seen:
+        seen = len(load.parts)
+        await asyncio.sleep(5.0)
+    load.starting_s, load.seconds = load.seconds, []
     numbers: dict[str, int] = {}
     lanes = 50
     begun = time.perf_counter()
     hinting = [asyncio.create_task(load.hint(lane, lanes, numbers)) for lane in range(lanes)]
+    hinting += [asyncio.create_task(load.look(*seen)) for seen in LOOKS.items()]
     if not kills:
         await asyncio.sleep(seconds)
     for number in range(kills):
@@ -294,9 +336,10 @@ def table(load: Load, options: argparse.Namespace, took: float, lost: list[str])
     """What was asked, and what came of it."""
     seconds = sorted(load.seconds)
 
-    def at(part: float) -> str:
+    def at(part: float, seconds: list[float] = seconds) -> str:
         return f"{1e3 * seconds[min(int(part * len(seconds)), len(seconds) - 1)]:.0f} ms"
 
+    looks = {what: sorted(took) for what, took in load.looked_s.items()}
     bad = {status: n for status, n in load.statuses.items() if status >= 500}
     found = {
         "load": f"{options.jobs} jobs, {options.agents} agents, {options.hints:g} hints/s asked",
@@ -304,7 +347,14 @@ def table(load: Load, options: argparse.Namespace, took: float, lost: list[str])
         "answers": f"{dict(sorted(load.statuses.items()))} in {took:.0f} s",
         "hints": f"{load.num_hints} acknowledged, {load.num_hints / load.hinting_s:.0f} a second; "
         f"{load.refused_hints} refused as old",
-        "time to answer": f"median {at(0.5)}, p99 {at(0.99)} (asked: 250 ms), longest {at(1.0)}",
+        "time to answer": f"median {at(0.5)}, p99 {at(0.99)} (asked: 100 ms), longest {at(1.0)}",
+        "while all jobs came": f"median {at(0.5, sorted(load.starting_s))}, p99 "
+        f"{at(0.99, sorted(load.starting_s))}, longest {at(1.0, sorted(load.starting_s))}",
+        **{
+            f"looking at {what}": f"median {at(0.5, took)}, p99 {at(0.99, took)} of {len(took)}"
+            for what, took in looks.items()
+        },
+        "lists that lacked jobs": f"{load.cut[:5] or 'none'}",
         "5xx": f"{bad or 'none'}",
         "acknowledged and lost": f"{lost[:5] or 'nothing'}",
         "given twice": f"{load.given_twice[:5] or 'nothing'} ({len(load.parts)} parts of allocations, "
@@ -346,7 +396,7 @@ def main() -> None:
         print("\n".join(f"{name:{width}}  {said}" for name, said in rows.items()))
         bad = [status for status in load.statuses if status >= 500]
         idle = not (load.parts and load.num_hints)
-        raise SystemExit(bool(lost or bad or load.given_twice or idle))
+        raise SystemExit(bool(lost or bad or load.given_twice or load.cut or idle))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from jaxgoodput._fields.serial import field_names
+
 T = TypeVar("T")
 
 # Control characters of both sets, invisible ones, line separators, surrogates, and those that change the
@@ -35,6 +37,9 @@ class TextRule:
     is_cleaned: bool = False
     """Whether other text is cleaned; otherwise it is refused."""
 
+
+# Most values of a request are of these types, which hold no text.
+_WITHOUT_TEXT = frozenset((int, float, bool, type(None)))
 
 # By type and name of a field. Text of all other fields must be one plain line of up to 200 characters.
 TextRules = Mapping[tuple[type, str], TextRule]
@@ -62,11 +67,14 @@ def admit(value: T, rules: TextRules, where: str = "", rule: TextRule | None = N
         admitted = _admit_text(value, where, rule or TextRule())
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         found = {}
-        for field in dataclasses.fields(value):
-            old, its = getattr(value, field.name), rules.get((type(value), field.name))
-            new = admit(old, rules, f"{where}.{field.name}".removeprefix("."), its)
+        for name in field_names(type(value)):
+            old = getattr(value, name)
+            if type(old) in _WITHOUT_TEXT:
+                continue
+            its = rules.get((type(value), name))
+            new = admit(old, rules, f"{where}.{name}".removeprefix("."), its)
             if new is not old:
-                found[field.name] = new
+                found[name] = new
         admitted = dataclasses.replace(value, **found) if found else value
     elif isinstance(value, Mapping):
         pairs = {
@@ -77,6 +85,8 @@ def admit(value: T, rules: TextRules, where: str = "", rule: TextRule | None = N
         }
         admitted = value if _is_same(pairs.values(), value.values()) else pairs
     elif isinstance(value, tuple):
+        if all(type(item) in _WITHOUT_TEXT for item in value):
+            return admitted
         items = tuple(admit(item, rules, f"{where}[{i}]", rule) for i, item in enumerate(value))
         admitted = value if _is_same(items, value) else items
     return admitted

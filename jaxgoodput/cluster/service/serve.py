@@ -5,6 +5,7 @@ The folder holds everything: the journal, the tokens and the logs of jobs. Only 
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import os
 import pathlib
@@ -51,6 +52,8 @@ MOST_FILES = 2**16  # open at once, connections included, if the system allows a
 OWN_FILES = 100  # of these, for the journal, logs and planners
 LOOK_S = 1.0
 LATE_S = 3.0  # if a look is this late, the service could not receive heartbeats meanwhile
+# Thresholds of the garbage collector, see `gc.set_threshold`.
+COLLECT_AFTER = (20_000, 20, 50)
 ADDRESS_FILE = "address"  # tells clients on this machine the service's URL
 
 
@@ -102,7 +105,7 @@ def run_service(service: Service, *, clock: Clock | None = None) -> int:
     """
     clock = clock or SystemClock()
     service.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _disk.held(service.folder):
+    with _disk.held(service.folder), _rare_collections():
         tokens = (
             own_token(service.folder) if service.tokens is None else read_tokens(service.tokens)
         )
@@ -112,6 +115,21 @@ def run_service(service: Service, *, clock: Clock | None = None) -> int:
             # uvloop takes a quarter less processor time than asyncio's own loop, and gives 2.6 times as many
             # answers per second.
             return uvloop.run(_serve(service, tokens, journal, listener, clock))
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Collect cyclic garbage rarely: with 2,000 jobs a full collection takes 70 ms, without any answers.
+
+    The usual thresholds start one every second or two. What the service makes has no cycles but for the
+    tracebacks of errors.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(*COLLECT_AFTER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _listener(service: Service) -> socket.socket:

@@ -254,7 +254,7 @@ def report(state: State, node: str, instance: str, reports: tuple[Report, ...]) 
     found: list[Event] = []
     for one in reports:
         job, attempt = one.job, one.attempt
-        entry = state.active.get(job)
+        entry = state.active_job(job)
         if entry is None or entry.attempt != attempt:
             continue
         held = entry.allocation.devices.get(node, ())
@@ -286,7 +286,7 @@ def report_nodes(
     found: list[Event] = []
     known = state.faults
     for one in reports:
-        entry = state.active.get(one.job)
+        entry = state.active_job(one.job)
         if entry is None or entry.home != home or entry.attempt != one.attempt:
             continue
         if one.node not in entry.allocation.devices:
@@ -350,7 +350,7 @@ def adopt(
 
 def _is_possible(state: State, job: str, allocation: Allocation, generation: int | None) -> bool:
     """Whether a job can still get this allocation, which was planned while it had `generation`."""
-    entry = state.active.get(job)
+    entry = state.active_job(job)
     if entry is None or entry.allocation.generation != generation:
         return False
     held = entry.allocation.devices

@@ -8,8 +8,9 @@ was lost, and another process that follows the journal has the same state.
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from jaxgoodput._exits import DONE, SAVED, UNSAVED
 from jaxgoodput.cluster.service.plain import plain
@@ -151,15 +152,32 @@ class State:
     num_faults: Mapping[HostFault, int] = field(default_factory=dict)
     """How often jobs have reported nodes since the journal began, by fault."""
 
-    @property
+    # What is asked of one state again and again: by each job of a plan, by each node that waits for work.
+
+    @cached_property
     def kind_of(self) -> dict[str, str]:
         """The kind of device of each node, by the node's name."""
         return {name: entry.node.kind for name, entry in self.nodes.items()}
 
-    @property
-    def active(self) -> dict[str, JobEntry]:
+    @cached_property
+    def active(self) -> Mapping[str, JobEntry]:
         """The jobs that have not ended, by id."""
         return {id_: entry for id_, entry in self.jobs.items() if not entry.is_over}
+
+    @cached_property
+    def on_node(self) -> Mapping[str, Sequence[str]]:
+        """The jobs that have devices or their coordinator on each node, by its name."""
+        found: dict[str, list[str]] = {}
+        for id_, entry in self.active.items():
+            home = [entry.home] if entry.home is not None and entry.attempt > 0 else []
+            for name in {*entry.allocation.devices, *home}:
+                found.setdefault(name, []).append(id_)
+        return found
+
+    def active_job(self, id_: str) -> JobEntry | None:
+        """Return a job that has not ended; None if there is none of this id."""
+        entry = self.jobs.get(id_)
+        return None if entry is None or entry.is_over else entry
 
 
 def step(state: State, entry: events.JournalEntry) -> State:
@@ -207,11 +225,10 @@ def step(state: State, entry: events.JournalEntry) -> State:
 def work_of(state: State, name: str) -> NodeWork:
     """Return the work of a node: one task for each job that has devices or its coordinator there."""
     tasks = []
-    for id_, entry in state.active.items():
+    for id_ in state.on_node.get(name, ()):
+        entry = state.jobs[id_]
         devices = entry.allocation.devices.get(name, ())
         coordinates = entry.home == name and entry.attempt > 0
-        if not devices and not coordinates:
-            continue
         submission, spec = entry.submission, entry.spec
         each = submission.devices_per_process
         tasks.append(
