@@ -47,7 +47,7 @@ POLLUX = {
     "fast": ("restart 5 s", {"restart_s": 5.0}, 0.85, None),
     "events": ("on events, restart 30 s", EVENTS, None, None),
     "fast-events": ("on events, restart 5 s", {"restart_s": 5.0, **EVENTS}, 0.85, None),
-    "declared": ("declared progress, restart 30 s", {"declared_progress": True}, None, None),
+    "declared": ("declared progress, restart 30 s", {"work_left": "told"}, None, None),
 }
 SIA = (
     ("average completion time", "average_jct_s", 0.95),

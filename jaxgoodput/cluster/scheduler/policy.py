@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
+from jaxgoodput.cluster.scheduler.work_left import WorkGuess
 from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Shape
 
 Mode = Literal["adaptive", "elastic", "rigid"]
@@ -60,6 +61,8 @@ class JobView:
     """Largest number of devices on which the job was measured; 0 = never."""
     remaining: float | None = None
     """Remaining work in units of goodput x seconds; None if not declared."""
+    work_guess: WorkGuess | None = None
+    """What jobs that have ended say about its work; None if nothing is known."""
     rigid_shape_hint: int | None = None
     """Number of devices that the user would have picked."""
     shared_goodput: Mapping[tuple[str, Shape], float] = field(default_factory=dict)

@@ -58,7 +58,9 @@ _OPTIONS = (
          "application or all (default: no limit)"),
     text("--deadlines", "D", "SHARE:MULTIPLE: this share of the jobs is due MULTIPLE times its ideal run "
          "time after its submission (default: none)"),
-    switch("--declared-progress", help="let adaptive jobs tell the scheduler how much work is left"),
+    text("--work-left", "K", "what every policy knows of the work that jobs have left; "
+         "history: what can be guessed from jobs that have ended; published: what the workload's own "
+         "simulator tells", "published", choices=("published", "nothing", "history", "told")),
     number("--seed", "N", 0, "seed of jobs, noise and failures", 0, most=2**63 - 1),
     number("--hours", "H", 1e-3, "synthetic: hours during which jobs arrive (default: 8)", most=1e5),
     text("--speed", "K=N", "synthetic: speed of each kind of device, KIND=NUMBER,..., relative to a T4"),
@@ -158,7 +160,7 @@ def _setting(options):
     settings = read_settings(
         options.rules,
         scenario.origin,
-        **chosen("restart_s", "seed", "declared_progress", "faults", "costs", "inputs"),
+        **chosen("restart_s", "seed", "work_left", "faults", "costs", "inputs"),
     )
     return scenario, settings
 

@@ -13,6 +13,7 @@ from jaxgoodput.cluster.simulate.scenario import Origin
 from jaxgoodput.cluster.simulate.settings import (
     RESTART_BASE_S,
     Settings,
+    WorkLeft,
     gavel_settings,
     pollux_settings,
     realistic,
@@ -57,7 +58,7 @@ def read_settings(
     *,
     restart_s: float | None = None,
     seed: int = 0,
-    declared_progress: bool = False,
+    work_left: WorkLeft = "published",
     faults: str | None = None,
     costs: str | None = None,
     inputs: str | None = None,
@@ -88,7 +89,7 @@ def read_settings(
             # The storage accounts for writing and reading; what remains is the start of a process.
             told = settings.restart_s
             settings = replace(settings, restart_s=RESTART_BASE_S, told_restart_s=told)
-    return replace(settings, seed=seed, declared_progress=declared_progress)
+    return replace(settings, seed=seed, work_left=work_left)
 
 
 def _checked(restart_s: float) -> float:

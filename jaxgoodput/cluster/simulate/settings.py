@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 from jaxgoodput.cluster.scheduler.policy import Mode
 from jaxgoodput.cluster.simulate.conditions.faults import Faults
@@ -12,6 +13,9 @@ from jaxgoodput.cluster.simulate.key_numbers import check_above_zero
 
 # benchmarks/restart_cost.py: from the signal to the first step of the next process.
 RESTART_BASE_S, RESTART_BYTES_PER_S = 2.2, 7.1e8
+
+
+WorkLeft = Literal["published", "nothing", "history", "told"]
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,10 @@ class Settings:
     """A job is offered at most this many times the largest size that it has run on. None: any size."""
     max_devices: int = 64
     """Most devices of one job."""
-    declared_progress: bool = False
-    """Whether adaptive jobs declare how much work is left."""
+    work_left: WorkLeft = "published"
+    """What every policy knows of the work that jobs have left. "nothing": only that of jobs with a deadline.
+    "history": what the service guesses from jobs that have ended (`JobView.work_guess`). "told": all of it.
+    "published": what the published simulator of the workload tells, and nothing if there is none."""
     rounding: bool = True
     """Whether epochs end at whole seconds, and Gavel's rounds at whole steps, as published."""
     decide_at_start: bool = False
@@ -121,6 +127,10 @@ class Settings:
             raise ValueError(
                 f"Settings.interference must be a share of at least 0 and below 1, got "
                 f"{self.interference}: at 1, jobs that meet on a node would never finish."
+            )
+        if self.work_left not in get_args(WorkLeft):
+            raise ValueError(
+                f"Settings.work_left must be one of {', '.join(get_args(WorkLeft))}; got {self.work_left!r}."
             )
         if self.min_gap_s > self.max_gap_s:
             raise ValueError(

@@ -207,7 +207,9 @@ class _World:
         self._forget_finished()
 
     def _forget_finished(self) -> None:
-        self._wanted |= self.workload.forget_finished()
+        ended = self.workload.forget_finished()
+        self._views.learn(ended)
+        self._wanted |= bool(ended)
 
     def _next_event(self) -> None:
         """Advance to the next event, and ask the policy for a plan if one is due then.

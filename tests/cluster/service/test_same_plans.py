@@ -126,7 +126,7 @@ def test_the_service_plans_as_the_simulator_did(tmp_path, policy, seed):
     cluster = uniform_cluster(KIND, 2, 8)
     jobs = workload(seed)
     recording = Recording(policy)
-    settings = Settings(round_s=None, restart_s=RESTART_S)
+    settings = Settings(round_s=None, restart_s=RESTART_S, work_left="history")
     result = simulate(jobs, cluster, recording, truth(), settings=settings)
     applications = {job.id: job.application for job in jobs}
     ends = {record.id: record.finish_s for record in result.jobs}
@@ -151,7 +151,9 @@ def test_the_service_plans_as_the_simulator_did(tmp_path, policy, seed):
         ]
         for view in views:
             if view.spec.id not in come:
-                submission = Submission(spec=view.spec, command=("python", "x.py"))
+                submission = Submission(
+                    spec=view.spec, command=("python", "-m", applications[view.spec.id])
+                )
                 submitted = JobSubmitted(submission=submission, secret="s")
                 happened.append((view.submitted_s, submitted))
         for at_s, event in sorted(happened, key=lambda pair: pair[0]):

@@ -159,7 +159,7 @@ def test_before_its_first_run_a_job_only_knows_one_device_of_each_kind():
         ("a", 1): 1.0,
         ("b", 1): 1.0,
     }
-    assert job.largest_profiled == 0 and job.remaining() is None
+    assert job.largest_profiled == 0 and not job.tells_work
 
 
 def test_a_job_is_offered_at_most_twice_what_it_ran_on():
@@ -220,8 +220,8 @@ def test_noise_changes_what_is_measured_and_not_what_is_true():
     assert noisy.goodput(SHAPES) != quiet.goodput(SHAPES)
 
 
-def test_declared_progress_counts_useful_samples():
-    job = toy(Settings(declared_progress=True, **EXACT))
+def test_the_work_left_counts_useful_samples():
+    job = toy(Settings(**EXACT))
     assert job.remaining() == 2000 * 16
     job.place("a", (1,))
     job.advance(50.0)
@@ -313,7 +313,7 @@ def model_physics(noise=100.0):
 
 def test_model_jobs_take_the_time_that_the_model_says():
     trace = TraceJob(id="m", submit_s=0.0, application="m")
-    job = model_physics().job(trace, Settings(**EXACT, declared_progress=True), 0)
+    job = model_physics().job(trace, Settings(**EXACT), 0)
     assert {g for g in job.goodput(SHAPES).values()} == {1.0}
     expected = job.isolated_s("a", (4,))
     job.place("a", (4,))

@@ -305,7 +305,7 @@ def test_elastic_jobs_say_what_was_assumed(capsys, trace):
         ("--deadlines 1:2 --policy goodput,edf", "edf: 2 of 2 deadlines met"),
         ("--prices gpu=1 --budgets all=2 --policy static", "out of money: a, b"),
         ("--rules realistic --restart-s 20 --policy goodput", "goodput"),
-        ("--policy optimus --declared-progress --elastic serial=0.1", "optimus"),
+        ("--policy optimus --work-left told --elastic serial=0.1", "optimus"),
         ("--explain b@90m", "gets: 4 gpu on 1 node"),
     ],
 )

@@ -281,9 +281,11 @@ def test_clusters_from_text_and_from_json(tmp_path):
 def test_rules_follow_the_workload(layout):
     own = read_settings("own", layout)
     assert own.round_s == {"synthetic": None, "gavel": 360.0}.get(layout, 60.0)
-    quick = read_settings("events", layout, restart_s=5.0, seed=3, declared_progress=True)
+    quick = read_settings("events", layout, restart_s=5.0, seed=3, work_left="told")
     assert quick.round_s is None and quick.restart_of("anything") == 5.0
-    assert quick.told_restart_of("anything") == 5.0 and quick.declared_progress and quick.seed == 3
+    assert (
+        quick.told_restart_of("anything") == 5.0 and quick.work_left == "told" and quick.seed == 3
+    )
     assert bool(quick.slowdown) == (layout == "sia") and bool(quick.pins) == (layout == "pollux")
     told = read_settings("realistic", layout, restart_s=60.0)
     assert told.failures is not None and told.round_s is None

@@ -132,7 +132,7 @@ def test_limits_and_hourly_budgets_hold_all_the_time(policy):
 def test_no_job_spends_more_than_its_budget_by_more_than_one_interval():
     cluster = dataclasses.replace(FOUR, price_per_hour={"t4": 2.0})
     jobs = with_budgets(stream("a", 1.2, 3.0, each_h=1.0), {"all": 1.5})
-    for settings in (RULES, dataclasses.replace(RULES, declared_progress=True)):
+    for settings in (RULES, dataclasses.replace(RULES, work_left="told")):
         result = simulate(jobs, cluster, Goodput(), TRUTH, settings=settings)
         over = RULES.max_gap_s / 3600 * 2.0 * 4
         assert all((job.cost or 0.0) <= 1.5 + over for job in result.jobs)

@@ -11,10 +11,11 @@ want as many devices as there are (`clearing_prices`), so jobs that scale well g
 utilities for all would give.
 
 A change costs the restart's share of the time until the next one (`expected_stay_s`), at most nine tenths,
-so that no job is frozen. A paused job restarts once more (`transitions.py`). The weight falls with the
-device-seconds that a job has had: a job that has had little probably needs little more and leaves soon. The
-weight rises with age, so the earlier one of two large jobs finishes first. If a job declares its
-progress, the work left decides instead. A job that has not run yet is offered the kinds at the ratios that
+so that no job is frozen. A paused job restarts once more (`transitions.py`). The weight is that of a job
+which leaves soon: it falls with the device-seconds left, if the job declares its progress; or else with
+what jobs that have ended say of them (`work_left.py`); or else with the device-seconds that it has had,
+because a job that has had little probably needs little more. The weight of a guess rises with age, so the
+earlier one of two large jobs finishes first. A job that has not run yet is offered kinds at the ratios that
 other jobs measured (`with_usual_kinds`). Tables that contradict themselves are smoothed, and far from what
 was measured they count for less (`tables.py`). If devices are free, a size is worth more for what it leads
 to.
@@ -77,6 +78,7 @@ from jaxgoodput.specs import ClusterSpec
 
 STEPS = 36  # passes over jobs and shapes in the search for prices
 SHRINK = 0.86  # per step, so that the last steps change a price by less than 1 %
+SHORT_S = 300.0  # device-seconds that are added to the work left, so that no weight is infinite
 HIGHEST = 10.0  # largest price in mean weights; with higher prices weights would not count
 
 
@@ -222,10 +224,15 @@ class Goodput:
 
     def _weight(self, problem: ShapeProblem) -> np.ndarray:
         """Return [jobs] the users' weights, times what past or declared work says about the work left."""
-        guessed = (1.0 + problem.received_s() / self.service_scale_s) ** self.service_power
+        had_s, left_s = problem.received_s(), problem.declared_s()
+        # Ends per device-second; if nothing is known of a job, as of jobs of any length.
+        rate = 1.0 / (self.service_scale_s + had_s)
+        for i, view in enumerate(problem.jobs):
+            if view.work_guess is not None:
+                rate[i] = view.work_guess.rate(float(had_s[i]))
+        guessed = (self.service_scale_s * rate) ** -self.service_power
         guessed *= (1.0 + problem.age_s() / self.age_scale_s) ** self.age_power
-        left_s = problem.declared_s()
-        told = (1.0 + left_s / self.service_scale_s) ** self.declared_power
+        told = (self.service_scale_s / (SHORT_S + left_s)) ** -self.declared_power
         return problem.weight() * np.where(np.isnan(left_s), guessed, told)
 
 

@@ -2,9 +2,12 @@
 
 Utility counts jobs, so many small jobs outbid a large one in every round. An equal share would give every
 job the same part of its life on the fewest devices that it accepts, by weight: part = w C / sum_j w_j n_j,
-at most 1, for C devices and jobs that need n_j. A job older than a patience is *due* if it has run for less
-than a guaranteed share of part x age. It stays due until it has had twice that, so it is not interrupted at
-once; if jobs alternate, they do so in stretches that grow with their age. So that they do not grow for ever,
+at most 1, for C devices and jobs that need n_j. A job is guaranteed to end as if it had a share of its part
+all the time. So it is *due* once it is older than a patience, has run for less than that share of part x age,
+and could no longer end by then if it ran alone from now on, as far as its work is told, or else guessed: a
+job whose work is known can wait, as long as it is in time. It stays due until it has had twice the share, so
+it is not interrupted at once; if jobs alternate, they do so in stretches that grow with their age. So that
+these do not grow for ever,
 a job is also due once it has waited, without a break, for twice the patience times the number of clusters
 that all jobs together would fill; turns of one patience each would come in half of that. While at most half
 as many jobs again want devices as there are, a job that has run is due much sooner, unless restarts take
@@ -25,12 +28,14 @@ from jaxgoodput.cluster.scheduler.policies.promises import Claim
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
 from jaxgoodput.cluster.scheduler.policy import Decision
 from jaxgoodput.cluster.scheduler.shapes import capacity
+from jaxgoodput.cluster.scheduler.work_left import least_left_s
 
 SOON = (
     0.4  # patiences that a paused job waits at most, unless many more want devices than there are
 )
 RESTARTS = 20.0  # and at least so many restarts of the job that restarts slowest
 FEW_MORE = 1.5  # clusters full of jobs up to which a pause is that short
+CHANCE = 0.75  # with which a job whose work is not told has as much left as is guessed, or more
 TOO_LONG = 2.0  # patiences per cluster full of jobs; with 1, average times grow by up to 3 %
 
 
@@ -65,8 +70,10 @@ def due(problem: ShapeProblem, guaranteed: float, patience_s: float) -> DueJobs:
     counted_s = np.array([sum(v.fraction_received_s.values()) for v in problem.jobs], np.float64)
     ran_s = np.where(counted_s > 0.0, counted_s, problem.received_s() / fewest)
     share = np.where(problem.running, 2.0 * guaranteed, guaranteed)
-    age_s = problem.age_s()
+    age_s, left_s = problem.age_s(), _left_s(problem, fewest)
+    ends_s = (ran_s + left_s) / (guaranteed * part)  # age at its end, with that share all the time
     behind = can & (age_s > patience_s) & (ran_s < share * part * age_s)
+    behind &= age_s + left_s >= ends_s
     clusters = max(float(fewest[can].sum()) / max(num_devices, 1), 1.0)
     waited_s = np.where(can, problem.waited_s(), 0.0)
     most = np.full(len(waited_s), TOO_LONG * clusters)
@@ -76,6 +83,19 @@ def due(problem: ShapeProblem, guaranteed: float, patience_s: float) -> DueJobs:
         most[problem.paused()] = min(soon_s, TOO_LONG * clusters * patience_s)
     waited_s = np.where(waited_s > most, waited_s, 0.0)
     return DueJobs(due=behind | (waited_s > 0.0), behind=behind, waited_s=waited_s)
+
+
+def _left_s(problem: ShapeProblem, fewest: np.ndarray) -> np.ndarray:
+    """Return [jobs] seconds that each job has left on its fewest devices: told, or else guessed."""
+    on_fewest = problem.devices[None, :] == fewest[:, None]
+    speed = np.where(on_fewest, np.nan_to_num(problem.goodput), 0.0).max(1, initial=0.0)
+    found = []
+    for view, had_s in zip(problem.jobs, problem.received_s().tolist(), strict=True):
+        is_told = view.remaining is not None and view.is_measured
+        found.append(view.remaining if is_told else -least_left_s(view.work_guess, had_s, CHANCE))
+    left = np.array(found, np.float64)  # negative: device-seconds instead of work
+    with np.errstate(divide="ignore"):
+        return np.where(left < 0.0, -left / fewest, left / speed)
 
 
 def claims_of(problem: ShapeProblem, turns: DueJobs) -> list[Claim]:

@@ -157,13 +157,13 @@ class ShapeProblem:
     def declared_s(self) -> np.ndarray:
         """Return [jobs] device-seconds left on the shape that uses devices best.
 
-        NaN if a job declares no work, is not measured, or has no shape.
+        NaN if a job declares no work, has no shape, or knows only ratios of its goodput so far.
         """
         left = np.array([v.remaining if v.remaining is not None else np.nan for v in self.jobs])
         best = np.where(np.isnan(self.goodput), 0.0, self.goodput / self.devices).max(
             1, initial=0.0
         )
-        measured = np.array([view.largest_profiled > 0 for view in self.jobs], bool)
+        measured = np.array([view.is_measured for view in self.jobs], bool)
         known = measured & (best > 0.0)
         return np.where(known, left / np.where(known, best, 1.0), np.nan)
 

@@ -23,6 +23,7 @@ from jaxgoodput.cluster.scheduler.shapes import (
     shapes,
     size_limits,
 )
+from jaxgoodput.cluster.scheduler.work_left import EndedJob, Experience
 from jaxgoodput.cluster.service.planning.tables import GoodputTable, table_of
 from jaxgoodput.cluster.service.record import faults
 from jaxgoodput.cluster.service.record.commands import CommandRefused
@@ -73,6 +74,7 @@ def views_of(
     offered = {*shapes(cluster), *(s for s in held if s is not None)}
     used = _used_by_tenant(state, now_s, rules.half_life_s) if rules.sharing.tenants else {}
     views, reported = [], faults.in_force(state.faults, now_s)
+    experience = _experience(state)
     own: dict[tuple, set[Shape]] = {}  # by what it depends on: the job's limits on sizes and kinds
     for entry in map(_without_released, state.active.values()):
         entry = entry if rules.named.mode == "adaptive" else _rigid(entry, cluster)
@@ -82,11 +84,38 @@ def views_of(
             own[limits] = own_shapes(cluster, spec)
         table = _table(entry, sorted(offered | own[limits]), now_s, tables)
         view = _view(counted_until(now_s, entry, kind_of), table, now_s, rules, used)
+        view = dataclasses.replace(view, work_guess=experience.guess(*_known_by(entry)))
         if reported:
             avoids = _with_others(avoided_by(reported, spec.id, now_s), cluster)
             view = dataclasses.replace(view, avoids=avoids)
         views.append(view)
     return tuple(views)
+
+
+def _experience(state: State) -> Experience:
+    """Return what the jobs that have ended say about the work of others."""
+    ended = (entry for entry in state.jobs.values() if entry.is_over and entry.received_s)
+    return Experience(
+        EndedJob(*_known_by(entry), math.fsum(entry.received_s.values())) for entry in ended
+    )
+
+
+def _known_by(entry: JobEntry) -> tuple[str, str, int]:
+    """Return what jobs that are alike have in common: script, owner, and the devices asked for."""
+    spec = entry.spec
+    return script_of(entry.submission.command), spec.tenant, spec.num_devices or spec.max_devices
+
+
+def script_of(command: Sequence[str]) -> str:
+    """Return which program a command runs: its first Python file or module, or else its first word.
+
+    >>> script_of(["env", "X=1", "python", "train.py", "--lr=1"]), script_of(["python", "-m", "a.train"])
+    ('train.py', 'a.train')
+    """
+    for before, word in zip(("", *command), command, strict=False):
+        if before == "-m" or word.endswith(".py"):
+            return word
+    return command[0]
 
 
 def _with_others(avoids: Mapping[str, AvoidedNode], cluster: ClusterSpec) -> dict[str, AvoidedNode]:

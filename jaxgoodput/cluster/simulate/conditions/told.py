@@ -16,6 +16,7 @@ from jaxgoodput.cluster.published.traces import TraceJob
 from jaxgoodput.cluster.scheduler.policy import JobView
 from jaxgoodput.cluster.scheduler.restart_estimate import estimated_restart_s
 from jaxgoodput.cluster.scheduler.shapes import shapes
+from jaxgoodput.cluster.scheduler.work_left import EndedJob, Experience
 from jaxgoodput.cluster.simulate.jobs.job import Truth, every_size
 from jaxgoodput.cluster.simulate.jobs.tracked import TrackedJob, device_kinds
 from jaxgoodput.cluster.simulate.settings import Settings
@@ -48,6 +49,13 @@ class JobViews:
         self._settings = settings
         self._all_sizes = every_size(device_kinds(cluster))
         self._few_sizes = shapes(cluster)
+        self._experience = Experience()
+
+    def learn(self, ended: Iterable[TrackedJob]) -> None:
+        """Have views of jobs to come tell what these jobs had used when they ended."""
+        for job in ended:
+            used_s = sum(job.device_s.values())
+            self._experience.add(EndedJob(*_kind_of(job), used_s))
 
     def view(
         self,
@@ -70,6 +78,8 @@ class JobViews:
         if settings.learned_restarts:
             restart_s = estimated_restart_s(restart_s, job.restart.took_s)
         restoring = job.restart.left_s > 0 and job.running
+        has_history = settings.work_left == "history"
+        guess = self._experience.guess(*_kind_of(job)) if has_history else None
         return JobView(
             spec=work.spec,
             allocation=job.allocation,
@@ -84,11 +94,19 @@ class JobViews:
             received_s=dict(job.device_s),
             fraction_received_s=dict(job.kind_s),
             largest_profiled=work.largest_profiled,
-            remaining=work.remaining(),
+            remaining=work.remaining() if self._tells_work(job) else None,
+            work_guess=guess,
             rigid_shape_hint=job.trace.num_devices,
             shared_goodput=_shared(job, goodput, active) if settings.sharing else {},
             tenant_received_s=tenant_received_s,
         )
+
+    def _tells_work(self, job: TrackedJob) -> bool:
+        """Whether policies are told how much work the job has left."""
+        told, work = self._settings.work_left, job.work
+        # Without it a deadline means nothing to a scheduler.
+        is_due = work.spec.deadline_s is not None
+        return told == "told" or is_due or (told == "published" and work.tells_work)
 
     def _with_errors(self, job: TrackedJob, goodput: Mapping[Shape, float]) -> dict[Shape, float]:
         settings, factors = self._settings, job.told_factors
@@ -118,6 +136,12 @@ class JobViews:
                 work.restore(before)
         view = self.view(TrackedJob(trace, work, index), [], now_s, tenant_received_s)
         return replace(view, submitted_s=now_s)
+
+
+def _kind_of(job: TrackedJob) -> tuple[str, str, int]:
+    """Return what a scheduler may know jobs by that are alike: script, owner, and devices asked for."""
+    spec = job.work.spec
+    return job.work.application, spec.tenant, spec.num_devices or spec.max_devices
 
 
 def _shared(

@@ -110,7 +110,6 @@ class DurationJob:
         else:
             largest = math.floor(curve.most * trace.num_devices)
             self.spec = spec_of(trace, "elastic", largest, truth.kinds)
-        self._declares = settings.declared_progress or self.spec.deadline_s is not None
 
     @property
     def done(self) -> bool:
@@ -160,9 +159,14 @@ class DurationJob:
             self._offered = shapes, {s: self._speed_on(s.num_devices) for s in allowed}
         return self._offered[1]
 
-    def remaining(self) -> float | None:
-        """Return the seconds left on the devices of the trace; None unless settings or a deadline tell."""
-        return self._left if self._declares else None
+    @property
+    def tells_work(self) -> bool:
+        """False: nothing was published about what schedulers were told."""
+        return False
+
+    def remaining(self) -> float:
+        """Return the seconds left on the devices of the trace."""
+        return self._left
 
     def save(self) -> float:
         """Return a checkpoint for `restore`: the seconds that are left."""

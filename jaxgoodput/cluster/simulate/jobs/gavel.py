@@ -109,6 +109,11 @@ class GavelJob:
             self._offered = shapes, {shape: speed for shape, speed in table.items() if speed > 0}
         return self._offered[1]
 
+    @property
+    def tells_work(self) -> bool:
+        """True: in the published simulator, policies know every job's steps."""
+        return True
+
     def remaining(self) -> float:
         """Return the number of steps that are left."""
         return self._left

@@ -62,8 +62,13 @@ class SimulatedJob(Protocol):
         """Return the goodput that the job expects of each shape it can use, as in `JobView.goodput`."""
         ...
 
-    def remaining(self) -> float | None:
-        """Return the work left in units of goodput x seconds; None if the job does not declare it."""
+    @property
+    def tells_work(self) -> bool:
+        """Whether the simulator that was published with its workload tells schedulers the work left."""
+        ...
+
+    def remaining(self) -> float:
+        """Return the work left in units of goodput x seconds."""
         ...
 
     def save(self) -> Any:

@@ -261,11 +261,14 @@ class ModelJob:
             speeds = self._true_goodput(kind, self._phase, places)
             yield from ((s, float(g) * self._noise) for s, g in zip(mine, speeds, strict=True) if g)
 
-    def remaining(self) -> float | None:
-        """Return the useful samples left; None unless settings, a fixed batch or a deadline declare it."""
-        declared = self._settings.declared_progress or self._batch is not None
-        declared |= self.spec.deadline_s is not None
-        return self._total - self._done if declared else None
+    @property
+    def tells_work(self) -> bool:
+        """Whether the job's batch is fixed, as in the published simulator."""
+        return self._batch is not None
+
+    def remaining(self) -> float:
+        """Return the useful samples left."""
+        return self._total - self._done
 
     def save(self) -> float:
         """Return a checkpoint for `restore`: the number of useful samples done."""

@@ -264,19 +264,19 @@ class TableJob:
         step, sync = times[0]
         return float(1.0 / (step + (step - sync) * (count - 1)))
 
-    def remaining(self) -> float | None:
-        """Return the work left: steps if the batch is fixed, otherwise useful samples.
+    @property
+    def tells_work(self) -> bool:
+        """Whether the job's batch is fixed, as in the published simulator."""
+        return self.spec.mode != "adaptive" and self._batch is not None
 
-        An adaptive job declares it only if the settings or a deadline make it do so.
-        """
+    def remaining(self) -> float:
+        """Return the work left: steps if the batch is fixed, otherwise useful samples."""
         runs, batch = self._app.runs, self._batch
         if self.spec.mode != "adaptive" and batch is not None:
             last = runs.num_epochs - 1
             if self._epoch >= last:
                 return 1.0  # as published, the last epoch counts as one step
             return runs.iterations_at_end(batch, last) - runs.iterations_at_end(batch, self._epoch)
-        if not self._settings.declared_progress and self.spec.deadline_s is None:
-            return None
         return float(runs.epoch_ends[-1] - self._progress) * self._app.base_batch
 
     def save(self) -> tuple[int, float]:

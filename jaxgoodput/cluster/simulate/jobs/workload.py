@@ -41,8 +41,9 @@ class Workload:
         ):
             bisect.insort(self.active, self._coming.pop(), key=lambda job: job.index)
 
-    def forget_finished(self) -> bool:
-        """Drop the jobs that are done from the active ones; return whether there were any."""
-        before = len(self.active)
-        self.active = [job for job in self.active if job.finish_s is None]
-        return len(self.active) < before
+    def forget_finished(self) -> list[TrackedJob]:
+        """Drop the jobs that are done from the active ones, and return them."""
+        ended = [job for job in self.active if job.finish_s is not None]
+        if ended:
+            self.active = [job for job in self.active if job.finish_s is None]
+        return ended
