@@ -8,7 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxgoodput.cluster.published.baselines import EarliestDeadline, Optimus, Static, Tiresias
+from jaxgoodput.cluster.published.baselines import (
+    EarliestDeadline,
+    LeastRemaining,
+    Optimus,
+    Static,
+    Tiresias,
+)
 from jaxgoodput.cluster.published.gavel.discrete import (
     AlloX,
     FirstInFirstOut,
@@ -69,6 +75,10 @@ def catalogue() -> Mapping[str, PolicyEntry]:
             policy=Optimus(), mode="elastic", one_kind=True, says="devices to the job they help most"
         ),
         "tiresias": PolicyEntry(policy=Tiresias(), one_kind=True, says="two queues by attained service"),
+        "least-remaining": PolicyEntry(
+            policy=LeastRemaining(by_time=True), one_kind=True,
+            says="least time left first, preemptive; an oracle with --work-left told",
+        ),
         "edf": PolicyEntry(
             policy=EarliestDeadline(), one_kind=True, says="earliest deadline first, preemptive"
         ),
