@@ -328,7 +328,7 @@ def _end_of(ids: Sequence[str]) -> str:
 
 
 def _where(question: _Question, plan: Plan, id_: str) -> str:
-    """Return where a job that is in the way runs, and for how much longer if it declares its work."""
+    """Return where a job that is in the way runs, and for how much longer as far as that can be told."""
     given, view = plan.allocations[id_], find_job(id_, question.jobs)
     kind_of = {node.name: node.kind for node in question.cluster.nodes}
     shape = shape_of(given.devices, kind_of)
@@ -336,6 +336,9 @@ def _where(question: _Question, plan: Plan, id_: str) -> str:
     speed = 0.0 if shape is None else view.goodput.get(shape, 0.0)
     if view.remaining is not None and view.is_measured and speed > 0.0:
         said += f", about {view.remaining / speed:.0f} s more"
+    elif view.work_guess is not None and given.num_devices:
+        left_s = view.work_guess.least_left_s(sum(view.received_s.values()), 0.5)
+        said += f", about {left_s / given.num_devices:.0f} s more by {view.work_guess.basis}"
     return f"{said})"
 
 

@@ -11,6 +11,7 @@ from jaxgoodput.cluster.scheduler.explain import explain
 from jaxgoodput.cluster.scheduler.policies.goodput import Goodput
 from jaxgoodput.cluster.scheduler.policy import JobView, Plan
 from jaxgoodput.cluster.scheduler.reconcile import reconcile
+from jaxgoodput.cluster.scheduler.work_left import EndedJob, Experience
 from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node
 
 
@@ -40,6 +41,16 @@ def settled(jobs: list[JobView], cluster: ClusterSpec) -> tuple[list[JobView], P
         for v in jobs
     ]
     return running, reconcile(running, cluster, Goodput(), 60.0)
+
+
+def test_it_says_how_much_longer_what_is_in_the_way_will_run_as_runs_before_it_did():
+    guess = Experience([EndedJob("a.py", "ana", 5, 4500.0)] * 40).guess("a.py", "ana", 5)
+    jobs = [rigid(f"g{i}", 5, work_guess=guess) for i in range(5)]
+    jobs, plan = settled(jobs, even(4, 8))
+    (waits,) = [v.spec.id for v in jobs if not plan.allocations[v.spec.id].devices]
+    said = explain(waits, jobs, even(4, 8), Goodput(), 60.0, plan=plan).message
+    (left,) = re.findall(r"about (\d+) s more by 40 earlier runs of its script", said)
+    assert 0.9 * 4500 / 5 <= int(left) <= 1.2 * 4500 / 5
 
 
 def test_it_says_which_nodes_what_is_free_and_what_is_in_the_way():
