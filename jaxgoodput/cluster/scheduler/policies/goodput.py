@@ -279,31 +279,36 @@ def clearing_prices(
     prices = np.zeros(len(capacity))
     if not len(job):
         return Market(prices, cost, best)
-    start = np.flatnonzero(np.r_[True, np.diff(job) > 0])
-    length = np.diff(np.r_[start, len(job)])
-    rate, need, of = goodput[job, shape], devices[shape].astype(np.float64), kind[shape]
-    own = weight[job]
+    first = np.r_[True, np.diff(job) > 0]
+    start = np.flatnonzero(first)
+    length, position = np.diff(np.r_[start, len(job)]), np.cumsum(first) - 1  # of each pair's job
+    rate, own = goodput[job, shape], weight[job]
+
+    def worths(prices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return [pairs] goodput per cost, and the pairs that are the best of their jobs."""
+        worth = rate / (own + (prices[kind] * devices)[shape])
+        return worth, np.flatnonzero(worth >= np.repeat(np.maximum.reduceat(worth, start), length))
+
     log_highest = np.log(HIGHEST * weight[job[start]].mean())
     log_prices = np.full(len(capacity), log_highest - np.log(10.0 * HIGHEST))
     for step in range(STEPS):
-        worth = rate / (own + np.exp(log_prices)[of] * need)
-        chosen = worth >= np.repeat(np.maximum.reduceat(worth, start), length)
-        equal = np.repeat(np.add.reduceat(chosen.astype(np.int64), start), length)
-        taken = need[chosen] / equal[chosen]  # equally good shapes share the demand
-        wanted = np.bincount(of[chosen], taken, minlength=len(capacity))
+        _, chosen = worths(np.exp(log_prices))
+        its, of = position[chosen], shape[chosen]
+        equal = np.bincount(its, minlength=len(start))[its]
+        taken = devices[of] / equal  # equally good shapes share the demand
+        wanted = np.bincount(kind[of], taken, minlength=len(capacity))
         over = np.log(np.maximum(wanted, 1e-9) / np.maximum(capacity, 1e-9))
         # Excess demand moves prices by a factor e at most; shrinking steps make the search converge although
         # demand jumps.
         log_prices += np.clip(20.0 * over, -1.0, 1.0) * SHRINK**step
         log_prices = np.minimum(log_prices, log_highest)
     prices = np.exp(log_prices)
-    worth = rate / (own + prices[of] * need)
-    most = np.maximum.reduceat(worth, start)
-    cost[job[start]] = 1.0 / most
+    worth, chosen = worths(prices)
+    cost[job[start]] = 1.0 / np.maximum.reduceat(worth, start)
     # Among equally good shapes take the fastest; if devices are free, they differ in nothing else.
-    best[job[start]] = np.maximum.reduceat(
-        np.where(worth >= np.repeat(most, length), rate, 0.0), start
-    )
+    fastest = np.zeros(len(start))
+    np.maximum.at(fastest, position[chosen], rate[chosen])
+    best[job[start]] = fastest
     return Market(prices, cost, best)
 
 
