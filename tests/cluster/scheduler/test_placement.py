@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 from worlds import cluster_of, nodes
 
 from jaxgoodput.cluster.scheduler.placement import placement
+from jaxgoodput.cluster.scheduler.placement.board import Board, Request
+from jaxgoodput.cluster.scheduler.placement.fewest_moves import fewest_moves
+from jaxgoodput.cluster.scheduler.placement.least_price import least_price
 from jaxgoodput.cluster.scheduler.placement.placement import place
 from jaxgoodput.cluster.scheduler.policy import JobView
 from jaxgoodput.cluster.scheduler.shapes import capacity_rows, chunks, shape_of, shapes
@@ -138,15 +141,12 @@ def fewest_by_search(wanted, jobs, cluster):
     return best
 
 
-@settings(max_examples=60, deadline=None)
-@example(1953)  # so many jobs that nothing is free
-@given(st.integers(0, 10**6))
-def test_moves_are_the_cheapest(seed):
-    draw = random.Random(seed)
-    cluster = even(3, 4)
-    free = [(node.name, i) for node in cluster.nodes for i in range(4)]
+def scattered(draw: random.Random, cluster: ClusterSpec, most_old: int, most_new: int):
+    """Jobs on devices here and there, and new ones for all that is free: which, and their shapes."""
+    size_of_node = cluster.nodes[0].num_devices
+    free = [(node.name, i) for node in cluster.nodes for i in range(size_of_node)]
     jobs, wanted = [], {}
-    for number in range(draw.randint(2, 7)):
+    for number in range(draw.randint(2, most_old)):
         if not free:
             break
         name, i = free.pop(draw.randrange(len(free)))
@@ -162,12 +162,21 @@ def test_moves_are_the_cheapest(seed):
         )
         wanted[f"old{number}"] = Shape("a", 1, len(mine))
     left = len(free)
-    for number in range(4):
+    for number in range(most_new):
         size = draw.choice([4, 4, 2, 8, 1])
         if size <= left:
             left -= size
-            wanted[f"new{number}"] = Shape("a", max(1, size // 4), size)
+            wanted[f"new{number}"] = Shape("a", max(1, size // size_of_node), size)
             jobs.append(view(f"new{number}"))
+    return jobs, wanted
+
+
+@settings(max_examples=60, deadline=None)
+@example(1953)  # so many jobs that nothing is free
+@given(st.integers(0, 10**6))
+def test_moves_are_the_cheapest(seed):
+    cluster = even(3, 4)
+    jobs, wanted = scattered(random.Random(seed), cluster, 7, 4)
     placed = place(wanted, jobs, cluster)
     assert placed.keys() == wanted.keys()
     check(placed, wanted, cluster)
@@ -175,6 +184,48 @@ def test_moves_are_the_cheapest(seed):
         v.restart_s for v in jobs if v.allocation.devices and placed[v.spec.id] is not v.allocation
     )
     assert price == fewest_by_search(wanted, jobs, cluster)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([4, 6, 8]), st.booleans())
+def test_no_moves_that_make_room_cost_less_than_the_least_price(seed, size, odd):
+    draw = random.Random(seed)
+    cluster = even(draw.randint(2, 6), size)
+    board = Board(cluster.nodes)
+    for node in cluster.nodes:
+        left = list(range(size))
+        while left and draw.random() < 0.8:
+            mine, left = left[: (n := draw.choice([1, 1, 2, 3 if odd else 4]))], left[n:]
+            key = f"{node.name}-{len(left)}"
+            shape = Shape("a", 1, len(mine))
+            price, its = draw.choice([1.0, 5.0, 7.0]), {node.name: tuple(mine)}
+            assert board.keep(Request(key=key, shape=shape, price=price, previous=its, keeps=True))
+    room, pending = int(board.free.sum()), []
+    while room and len(pending) < 8:
+        n = min(room, draw.choice([size, 4, 4, 2, 3 if odd else 2, 1]))
+        room, key = room - n, f"new-{len(pending)}"
+        shape = Shape("a", 1, n)
+        pending.append(Request(key=key, shape=shape, price=1.0, previous={}, keeps=False))
+    gone = fewest_moves(board, pending, time_limit_s=60.0) if pending else None
+    if gone is not None:
+        price = sum(board.requests[key].price for key in gone)
+        for most in (np.inf, price, 6.0):
+            assert least_price(board, pending, most) <= min(price, most)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_not_searched_for_would_not_have_been_found(seed, monkeypatch):
+    """With the least price known, fewer programs are solved, and everything is placed as with all of them."""
+    cluster, programs = even(30), []
+    jobs, wanted = scattered(random.Random(seed), cluster, 100, 60)
+    monkeypatch.setattr(
+        placement, "fewest_moves", lambda *a, **k: programs.append(1) or fewest_moves(*a, **k)
+    )
+    placed = place(wanted, jobs, cluster, time_limit_s=60.0)
+    few = len(programs)
+    monkeypatch.setattr(placement, "least_price", lambda *_: 0.0)
+    assert place(wanted, jobs, cluster, time_limit_s=60.0) == placed
+    assert len(programs) == 2 * few or not few
 
 
 def churn(cluster: ClusterSpec, count: int, rounds: int, seed: int):

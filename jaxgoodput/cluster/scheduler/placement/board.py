@@ -5,6 +5,7 @@ power-of-two size (see `shapes`). The same holds around jobs that keep their dev
 room. If there is none, `make_room` moves smaller jobs away from one node and places them like new ones.
 """
 
+import functools
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ class Board:
         bits: dict[int, int] = {}
         for name, local in request.previous.items():
             node = self.index[name]
-            taken = sum(1 << i for i in local)
+            taken = _mask_of(tuple(local))
             if taken & self.mask[node] != taken:
                 return False
             bits[node] = taken
@@ -285,9 +286,19 @@ class Board:
     def devices(self, key: str) -> dict[str, tuple[int, ...]]:
         """Return the local indices of the devices that the request with this key holds, by node name."""
         return {
-            self.nodes[node].name: tuple(i for i in range(bits.bit_length()) if bits >> i & 1)
+            self.nodes[node].name: _indices_in(bits)
             for node, bits in sorted(self.held[key].items())
         }
+
+
+@functools.lru_cache(maxsize=4096)
+def _mask_of(local: tuple[int, ...]) -> int:
+    return sum(1 << i for i in local)
+
+
+@functools.lru_cache(maxsize=4096)
+def _indices_in(bits: int) -> tuple[int, ...]:
+    return tuple(i for i in range(bits.bit_length()) if bits >> i & 1)
 
 
 def _in_queue(request: Request) -> tuple[int, bool, str, Request]:

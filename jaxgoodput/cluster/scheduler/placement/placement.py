@@ -116,12 +116,20 @@ def _present(views: list[JobView], shape: Shape, kind_of: Mapping[str, str]) -> 
     """Return devices that one of the jobs has at present, and whether they have the wanted shape."""
     previous: Placed = {}
     for view in views:
-        present = shape_of(view.allocation.devices, kind_of)
-        if present == shape:
-            return view.allocation.devices, True
-        if present is not None and not previous:
-            previous = view.allocation.devices
+        devices = view.allocation.devices
+        if _have_shape(devices, shape, kind_of):
+            return devices, True
+        if not previous and shape_of(devices, kind_of) is not None:
+            previous = devices
     return previous, False
+
+
+def _have_shape(devices: Placed, shape: Shape, kind_of: Mapping[str, str]) -> bool:
+    return (
+        len(devices) == shape.num_nodes
+        and sum(map(len, devices.values())) == shape.num_devices
+        and all(kind_of.get(name) == shape.kind for name in devices)
+    )
 
 
 def _fill_kind(

@@ -24,7 +24,6 @@ import numpy as np
 from jaxgoodput.cluster.scheduler.policies.promises import Claim
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
 from jaxgoodput.cluster.scheduler.policy import Decision
-from jaxgoodput.cluster.scheduler.shapes import capacity
 
 SOON = (
     0.4  # patiences that a paused job waits at most, unless many more want devices than there are
@@ -59,7 +58,7 @@ def due(problem: ShapeProblem, guaranteed: float, patience_s: float) -> DueJobs:
     can = np.isfinite(fewest)
     fewest = np.where(can, fewest, 1.0)
     weight = problem.weight()
-    num_devices = sum(capacity(problem.cluster).values())
+    num_devices = sum(problem.supply.values())
     wanted = float((weight * fewest)[can].sum())
     part = np.minimum(weight * num_devices / max(wanted, 1e-9), 1.0)
     counted_s = np.array([sum(v.fraction_received_s.values()) for v in problem.jobs], np.float64)
