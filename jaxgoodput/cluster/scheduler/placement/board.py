@@ -5,10 +5,10 @@ power-of-two size (see `shapes`). The same holds around jobs that keep their dev
 room. If there is none, `make_room` moves smaller jobs away from one node and places them like new ones.
 """
 
+import copy
 import functools
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -20,8 +20,7 @@ LIKELY_NODES = 64  # searched first for room; the other nodes only if none of th
 _NO_ROOM = np.iinfo(np.int64).max
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(NamedTuple):
     """Devices wanted for one job, or for the jobs of a share group, which all run on the same devices."""
 
     key: str
@@ -54,9 +53,22 @@ class Board:
         self.on: list[set[str]] = [set() for _ in nodes]
         self.held: dict[str, dict[int, int]] = {}  # key -> node index -> bits
         self.requests: dict[str, Request] = {}
+        self._kept: set[str] = set()  # requests that have their previous devices
         self._exclusive = one_multi_node_job_per_node
         self._networked = np.zeros(len(nodes), dtype=bool)
         self._domains: dict[str, np.ndarray] = {}
+
+    def copy(self) -> "Board":
+        """Return a board with the same requests on the same devices, to be changed on its own."""
+        found = copy.copy(self)
+        found.mask, found.free, found.on = (
+            list(self.mask),
+            self.free.copy(),
+            list(map(set, self.on)),
+        )
+        found.held, found.requests = dict(self.held), dict(self.requests)
+        found._kept, found._networked = set(self._kept), self._networked.copy()
+        return found
 
     def take(self, request: Request, bits: Mapping[int, int]):
         """Give devices, which must be free, to the request; `bits` is a bit mask of devices by node."""
@@ -74,6 +86,7 @@ class Board:
     def release(self, key: str) -> Request:
         """Free the devices of the request with this key, remove the request from the board, and return it."""
         bits = self.held.pop(key)
+        self._kept.discard(key)
         for node, taken in bits.items():
             self.mask[node] |= taken
             if self.up[node]:
@@ -97,6 +110,7 @@ class Board:
         if self._exclusive and len(bits) > 1 and self._networked[list(bits)].any():
             return False
         self.take(request, bits)
+        self._kept.add(request.key)
         return True
 
     def fit(self, request: Request) -> bool:
@@ -285,6 +299,8 @@ class Board:
 
     def devices(self, key: str) -> dict[str, tuple[int, ...]]:
         """Return the local indices of the devices that the request with this key holds, by node name."""
+        if key in self._kept:
+            return dict(self.requests[key].previous)
         return {
             self.nodes[node].name: _indices_in(bits)
             for node, bits in sorted(self.held[key].items())

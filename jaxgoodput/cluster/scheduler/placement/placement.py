@@ -125,27 +125,30 @@ def _present(views: list[JobView], shape: Shape, kind_of: Mapping[str, str]) -> 
 
 
 def _have_shape(devices: Placed, shape: Shape, kind_of: Mapping[str, str]) -> bool:
-    return (
-        len(devices) == shape.num_nodes
-        and sum(map(len, devices.values())) == shape.num_devices
-        and all(kind_of.get(name) == shape.kind for name in devices)
-    )
+    if len(devices) != shape.num_nodes:
+        return False
+    left = shape.num_devices
+    for name, local in devices.items():
+        if kind_of.get(name) != shape.kind:
+            return False
+        left -= len(local)
+    return left == 0
 
 
 def _fill_kind(
     nodes: list[Node], requests: list[Request], exclusive: bool, time_limit_s: float
 ) -> Board:
-    board, pending = _keep_all(nodes, requests, exclusive)
-    if not board.fill(pending, move=False):
-        return board
-    # Filling has changed the board, so every method starts from a new one.
-    greedy, pending = _keep_all(nodes, requests, exclusive)
+    exact, pending = _keep_all(nodes, requests, exclusive)
+    # Filling changes a board, so every method starts from a copy.
+    around = exact.copy()
+    if not around.fill(pending, move=False):
+        return around
+    greedy = exact.copy()
     kept = list(greedy.requests.values())
     left_out = greedy.fill(pending, move=True)
     price = float(sum(r.price for r in kept)) if left_out else _moved_price(greedy, kept)
     if not left_out and price <= min((r.price for r in kept), default=0.0):
         return greedy  # at least one must move, and none is cheaper
-    exact, pending = _keep_all(nodes, requests, exclusive)
     if not left_out and price <= least_price(exact, pending, price) * (1.0 + ROUNDING):
         return greedy
     gone = fewest_moves(exact, pending, time_limit_s=time_limit_s)

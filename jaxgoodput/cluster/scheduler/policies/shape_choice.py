@@ -135,8 +135,11 @@ class ShapeProblem:
 
     def paused(self) -> np.ndarray:
         """Return [jobs] bool: has no devices now, but had some before."""
-        had = [view.num_restarts > 0 or any(view.received_s.values()) for view in self.jobs]
-        return ~self.running & np.array(had, bool)
+        found = np.zeros(len(self.jobs), bool)
+        for i in np.flatnonzero(~self.running).tolist():
+            view = self.jobs[i]
+            found[i] = view.num_restarts > 0 or any(view.received_s.values())
+        return found
 
     def age_s(self) -> np.ndarray:
         """Return [jobs] seconds since submission, at least 0 (clocks differ)."""
@@ -148,13 +151,14 @@ class ShapeProblem:
 
         The result is 0 for a running job, and for one that was paused at an unknown time.
         """
-        never_ran = ~self.running & ~self.paused()
-        since_s = [
-            view.submitted_s if never else self.now_s if view.paused_s is None else view.paused_s
-            for view, never in zip(self.jobs, never_ran.tolist(), strict=True)
-        ]
-        waited_s = np.maximum(self.now_s - np.array(since_s, np.float64), 0.0)
-        return np.where(self.running, 0.0, waited_s)
+        paused, since_s = self.paused(), np.full(len(self.jobs), self.now_s, np.float64)
+        for i in np.flatnonzero(~self.running).tolist():
+            view = self.jobs[i]
+            if not paused[i]:
+                since_s[i] = view.submitted_s
+            elif view.paused_s is not None:
+                since_s[i] = view.paused_s
+        return np.maximum(self.now_s - since_s, 0.0)
 
     def restart_s(self) -> np.ndarray:
         """Return [jobs] the estimated seconds that a change of allocation costs."""
