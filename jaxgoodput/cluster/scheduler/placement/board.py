@@ -50,7 +50,7 @@ class Board:
         self.up = np.array([node.state == "up" for node in nodes], dtype=bool)
         # Number of devices that new jobs may take: none on a node that is draining.
         self.free = np.array([m.bit_count() for m in self.mask], dtype=np.int64) * self.up
-        self.on: list[set[str]] = [set() for _ in nodes]
+        self._on: list[set[str]] | None = None  # made if needed: to make room
         self.held: dict[str, dict[int, int]] = {}  # key -> node index -> bits
         self.requests: dict[str, Request] = {}
         self._kept: set[str] = set()  # requests that have their previous devices
@@ -58,14 +58,21 @@ class Board:
         self._networked = np.zeros(len(nodes), dtype=bool)
         self._domains: dict[str, np.ndarray] = {}
 
+    @property
+    def on(self) -> list[set[str]]:
+        """[nodes] keys of the requests that hold devices of each node."""
+        if self._on is None:
+            self._on = [set() for _ in self.nodes]
+            for key, bits in self.held.items():
+                for node in bits:
+                    self._on[node].add(key)
+        return self._on
+
     def copy(self) -> "Board":
         """Return a board with the same requests on the same devices, to be changed on its own."""
         found = copy.copy(self)
-        found.mask, found.free, found.on = (
-            list(self.mask),
-            self.free.copy(),
-            list(map(set, self.on)),
-        )
+        found.mask, found.free = list(self.mask), self.free.copy()
+        found._on = None if self._on is None else list(map(set, self._on))
         found.held, found.requests = dict(self.held), dict(self.requests)
         found._kept, found._networked = set(self._kept), self._networked.copy()
         return found
@@ -77,7 +84,8 @@ class Board:
             self.mask[node] &= ~taken
             if self.up[node]:
                 self.free[node] -= taken.bit_count()
-            self.on[node].add(request.key)
+            if self._on is not None:
+                self._on[node].add(request.key)
             if len(bits) > 1:
                 self._networked[node] = True
         self.held[request.key] = dict(bits)
@@ -91,7 +99,8 @@ class Board:
             self.mask[node] |= taken
             if self.up[node]:
                 self.free[node] += taken.bit_count()
-            self.on[node].discard(key)
+            if self._on is not None:
+                self._on[node].discard(key)
             if len(bits) > 1:
                 self._networked[node] = any(len(self.held[k]) > 1 for k in self.on[node])
         return self.requests.pop(key)

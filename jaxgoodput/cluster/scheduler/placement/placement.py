@@ -6,18 +6,17 @@ devices, and the rest fits around them. Then small jobs give way greedily. Then 
 moves more of them, but finds room for odd sizes. Kinds are independent of each other.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxgoodput.cluster.scheduler.placement.board import Board, Request
 from jaxgoodput.cluster.scheduler.placement.fewest_moves import fewest_moves
-from jaxgoodput.cluster.scheduler.placement.least_price import least_price
 from jaxgoodput.cluster.scheduler.placement.packing import JobParts, pack
 from jaxgoodput.cluster.scheduler.policy import JobView
 from jaxgoodput.cluster.scheduler.shapes import chunks, node_size, shape_of
 from jaxgoodput.specs import Allocation, ClusterSpec, Node, Shape
 
 LEAST_PRICE = 1e-3  # seconds; a job whose restart is free is still not moved without need
-ROUNDING = 1e-12  # of a price: sums of the same prices in another order
 
 Placed = Mapping[str, tuple[int, ...]]
 """Local device indices by node name."""
@@ -149,9 +148,8 @@ def _fill_kind(
     price = float(sum(r.price for r in kept)) if left_out else _moved_price(greedy, kept)
     if not left_out and price <= min((r.price for r in kept), default=0.0):
         return greedy  # at least one must move, and none is cheaper
-    if not left_out and price <= least_price(exact, pending, price) * (1.0 + ROUNDING):
-        return greedy
-    gone = fewest_moves(exact, pending, time_limit_s=time_limit_s)
+    below = math.inf if left_out else price
+    gone = fewest_moves(exact, pending, below=below, time_limit_s=time_limit_s)
     best = greedy
     if gone is not None:
         moved = [exact.release(key) for key in sorted(gone)]

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxgoodput.cluster.scheduler.constraints import Devices, offered_devices, within
+from jaxgoodput.cluster.scheduler.constraints import on_offer
 from jaxgoodput.cluster.scheduler.limits import Limit, counts, limits_of, per_device
 from jaxgoodput.cluster.scheduler.placement.placement import place
 from jaxgoodput.cluster.scheduler.policy import Decision, JobView
@@ -20,7 +20,7 @@ from jaxgoodput.cluster.scheduler.shapes import (
     shapes,
 )
 from jaxgoodput.cluster.scheduler.solve.assignment import Choice, Quota, allocate
-from jaxgoodput.specs import Allocation, ClusterSpec, Shape
+from jaxgoodput.specs import Allocation, ClusterSpec, Node, Shape
 
 _Takers = dict[str, list[tuple[str, set[int]]]]
 """By node, the jobs that get devices there, and which."""
@@ -91,8 +91,9 @@ class ShapeProblem:
         return capacity(self.cluster)
 
     @cached_property
-    def _offered(self) -> Devices:
-        return offered_devices(self.cluster)
+    def nodes(self) -> Mapping[str, Node]:
+        """Nodes of the cluster by name."""
+        return {node.name: node for node in self.cluster.nodes}
 
     @property
     def changes(self) -> np.ndarray:
@@ -107,9 +108,8 @@ class ShapeProblem:
         """
         until = np.array([view.restoring_until_s or -np.inf for view in self.jobs], np.float64)
         stays = until > self.now_s
-        offered = offered_devices(self.cluster, draining=True) if stays.any() else {}
         for i in np.flatnonzero(stays).tolist():
-            stays[i] = within(self.jobs[i].allocation, offered)
+            stays[i] = on_offer(self.jobs[i].allocation, self.nodes, draining=True)
         devices = np.append(self.devices, 0)[self.present]
         kind = np.append(self.kind, -1)[self.present]
         for limit, counted, units in self.limits():
@@ -351,7 +351,7 @@ class ShapeProblem:
 
     def _why_moved(self, left: Allocation, takers: _Takers) -> str:
         """Explain why a job moves to other devices although its shape stays the same."""
-        if not within(left, self._offered):
+        if not on_offer(left, self.nodes):
             return "because its old devices are no longer offered"
         its = {
             id_

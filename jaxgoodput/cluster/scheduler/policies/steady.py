@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxgoodput.cluster.scheduler.constraints import offered_devices, within
+from jaxgoodput.cluster.scheduler.constraints import on_offer
 from jaxgoodput.cluster.scheduler.policies.placeable import PlacedChoice
 from jaxgoodput.cluster.scheduler.policies.promises import Promises
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
@@ -128,12 +128,15 @@ def unchanged(
 
 def _still_there(problem: ShapeProblem, allocations: Mapping[str, Allocation]) -> bool:
     """Return whether the cluster has all these devices, and no two jobs hold the same."""
-    left = offered_devices(problem.cluster, draining=True)
+    taken: dict[str, int] = {}  # bits
     for allocation in allocations.values():
-        if not within(allocation, left):
+        if not on_offer(allocation, problem.nodes, draining=True):
             return False
         for name, local in allocation.devices.items():
-            left[name].difference_update(local)
+            its, others = sum(1 << i for i in local), taken.get(name, 0)
+            if its & others:
+                return False
+            taken[name] = its | others
     return True
 
 
