@@ -15,10 +15,11 @@ from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
+from scheduler_steps import carried_out, later
 
 from jaxgoodput.cluster.scheduler import Goodput, JobView, reconcile
 from jaxgoodput.cluster.scheduler.policy import Mode, Plan
-from jaxgoodput.cluster.scheduler.shapes import shape_of, shapes
+from jaxgoodput.cluster.scheduler.shapes import shapes
 from jaxgoodput.specs import ClusterSpec, JobSpec, Node
 
 LATER_S = (0.0, 45.0, 120.0, 400.0, 1000.0, 2000.0, 3600.0)
@@ -88,56 +89,6 @@ def job_of(rng, name, cluster, now_s):
         remaining=float(rng.uniform(2.0, 30.0)) * 3600.0 * max(table.values())
         if declares
         else None,
-    )
-
-
-def carried_out(views, plan: Plan, now_s) -> list[JobView]:
-    """The jobs with the devices that a plan gives them."""
-    found = []
-    for view in views:
-        given = plan.allocations[view.spec.id]
-        if given.devices == view.allocation.devices:
-            found.append(view)
-            continue
-        had, runs = bool(view.fraction_received_s), bool(given.devices)
-        found.append(
-            dataclasses.replace(
-                view,
-                allocation=given,
-                since_s=now_s if runs else None,
-                paused_s=None if runs else now_s,
-                restoring_until_s=now_s + view.restart_s if runs else None,
-                num_restarts=view.num_restarts + (had and runs),
-            )
-        )
-    return found
-
-
-def later(views, cluster, now_s, span_s) -> list[JobView]:
-    """The jobs after a while in which nothing happens but that running ones work."""
-    kind_of = {node.name: node.kind for node in cluster.nodes}
-    return [
-        _worked(view, shape_of(view.allocation.devices, kind_of), now_s, span_s) for view in views
-    ]
-
-
-def _worked(view, shape, now_s, span_s) -> JobView:
-    until_s = view.restoring_until_s or now_s
-    over = {"restoring_until_s": until_s if until_s > now_s + span_s else None}
-    if shape is None or not span_s:
-        return dataclasses.replace(view, **over)
-    worked_s = max(now_s + span_s - max(until_s, now_s), 0.0)
-    kind = shape.kind
-    left = view.remaining
-    if left is not None:
-        left -= worked_s * view.goodput[shape]
-    had_s, ran_s = view.received_s.get(kind, 0.0), view.fraction_received_s.get(kind, 0.0)
-    return dataclasses.replace(
-        view,
-        received_s={**view.received_s, kind: had_s + span_s * shape.num_devices},
-        fraction_received_s={**view.fraction_received_s, kind: ran_s + span_s},
-        remaining=left,
-        **over,
     )
 
 

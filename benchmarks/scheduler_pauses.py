@@ -9,20 +9,19 @@ counted per job and hour.
 """
 
 import argparse
-import dataclasses
 from typing import NamedTuple
 
 import numpy as np
+from scheduler_steps import carried_out, later
 
 from jaxgoodput.cluster.scheduler import Goodput, JobView, reconcile
-from jaxgoodput.cluster.scheduler.shapes import shape_of, shapes
+from jaxgoodput.cluster.scheduler.shapes import shapes
 from jaxgoodput.specs import ClusterSpec, JobSpec, Node
 
 STEP_S = 60.0
 MOST_S = 1800.0
 CLUSTER = ClusterSpec(nodes=(Node(name="n", kind="a", num_devices=8),))
 SHAPES = shapes(CLUSTER)
-KIND_OF = {"n": "a"}
 
 
 class Pauses(NamedTuple):
@@ -67,33 +66,9 @@ def lived(jobs, hours, policy=None) -> Pauses:
         for view in views:
             if view.paused_s is not None:
                 longest_s = max(longest_s, now_s - view.paused_s)
-        views = [_after(view, plan.allocations[view.spec.id], now_s) for view in views]
+        views = later(carried_out(views, plan, now_s), CLUSTER, now_s, STEP_S)
     restarts = sum(view.num_restarts for view in views)
     return Pauses(longest_s, restarts / len(views) / hours)
-
-
-def _after(view, given, now_s) -> JobView:
-    """The job a minute later, with the devices that a plan gives it."""
-    changed, runs = given.devices != view.allocation.devices, bool(given.devices)
-    if changed:
-        has_run = bool(sum(view.fraction_received_s.values()))
-        view = dataclasses.replace(
-            view,
-            allocation=given,
-            since_s=now_s if runs else None,
-            paused_s=None if runs else now_s,
-            restoring_until_s=now_s + view.restart_s if runs else None,
-            num_restarts=view.num_restarts + (has_run and runs),
-        )
-    shape = shape_of(given.devices, KIND_OF)
-    if shape is None:
-        return view
-    had_s, ran_s = view.received_s.get("a", 0.0), view.fraction_received_s.get("a", 0.0)
-    return dataclasses.replace(
-        view,
-        received_s={"a": had_s + STEP_S * shape.num_devices},
-        fraction_received_s={"a": ran_s + STEP_S},
-    )
 
 
 def main():

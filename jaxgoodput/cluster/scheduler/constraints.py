@@ -125,6 +125,21 @@ def within(allocation: Allocation, devices: Mapping[str, set[int]]) -> bool:
     return all(set(local) <= devices.get(name, set()) for name, local in allocation.devices.items())
 
 
+def on_offer(allocation: Allocation, nodes: Mapping[str, Node], *, draining: bool = False) -> bool:
+    """Return whether all devices of an allocation are among the `offered_devices`; for a few allocations.
+
+    `nodes`: the cluster's, by name.
+    """
+    states = ("up", "draining") if draining else ("up",)
+    for name, local in allocation.devices.items():
+        node = nodes.get(name)
+        if node is None or node.state not in states or max(local) >= node.num_devices:
+            return False
+        if not set(local).isdisjoint(node.withheld):
+            return False
+    return True
+
+
 class _CheckedJob(NamedTuple):
     view: JobView
     remarks: list[str]

@@ -444,6 +444,9 @@ def present_shapes(jobs: Sequence[JobView], cluster: ClusterSpec) -> list[Shape 
 
 def shape_of(devices: Mapping[str, Sequence[int]], kind_of: Mapping[str, str]) -> Shape | None:
     """Return the shape of devices given by node; None if they have no kind in common, or there are none."""
+    if len(devices) == 1:  # most jobs
+        ((name, local),) = devices.items()
+        return Shape(kind_of[name], 1, len(local)) if name in kind_of else None
     kinds = {kind_of.get(name) for name in devices}
     if len(kinds) != 1 or None in kinds:
         return None

@@ -1,6 +1,7 @@
 """Placement: the theorem of no fragmentation, and that nobody moves without need."""
 
 import dataclasses
+import importlib
 import itertools
 import random
 
@@ -11,6 +12,9 @@ from hypothesis import strategies as st
 from worlds import cluster_of, nodes
 
 from jaxgoodput.cluster.scheduler.placement import placement
+from jaxgoodput.cluster.scheduler.placement.board import Board, Request
+from jaxgoodput.cluster.scheduler.placement.fewest_moves import fewest_moves
+from jaxgoodput.cluster.scheduler.placement.least_price import least_price
 from jaxgoodput.cluster.scheduler.placement.placement import place
 from jaxgoodput.cluster.scheduler.policy import JobView
 from jaxgoodput.cluster.scheduler.shapes import capacity_rows, chunks, shape_of, shapes
@@ -138,15 +142,12 @@ def fewest_by_search(wanted, jobs, cluster):
     return best
 
 
-@settings(max_examples=60, deadline=None)
-@example(1953)  # so many jobs that nothing is free
-@given(st.integers(0, 10**6))
-def test_moves_are_the_cheapest(seed):
-    draw = random.Random(seed)
-    cluster = even(3, 4)
-    free = [(node.name, i) for node in cluster.nodes for i in range(4)]
+def scattered(draw: random.Random, cluster: ClusterSpec, most_old: int, most_new: int):
+    """Jobs on devices here and there, and new ones for all that is free: which, and their shapes."""
+    size_of_node = cluster.nodes[0].num_devices
+    free = [(node.name, i) for node in cluster.nodes for i in range(size_of_node)]
     jobs, wanted = [], {}
-    for number in range(draw.randint(2, 7)):
+    for number in range(draw.randint(2, most_old)):
         if not free:
             break
         name, i = free.pop(draw.randrange(len(free)))
@@ -162,12 +163,21 @@ def test_moves_are_the_cheapest(seed):
         )
         wanted[f"old{number}"] = Shape("a", 1, len(mine))
     left = len(free)
-    for number in range(4):
+    for number in range(most_new):
         size = draw.choice([4, 4, 2, 8, 1])
         if size <= left:
             left -= size
-            wanted[f"new{number}"] = Shape("a", max(1, size // 4), size)
+            wanted[f"new{number}"] = Shape("a", max(1, size // size_of_node), size)
             jobs.append(view(f"new{number}"))
+    return jobs, wanted
+
+
+@settings(max_examples=60, deadline=None)
+@example(1953)  # so many jobs that nothing is free
+@given(st.integers(0, 10**6))
+def test_moves_are_the_cheapest(seed):
+    cluster = even(3, 4)
+    jobs, wanted = scattered(random.Random(seed), cluster, 7, 4)
     placed = place(wanted, jobs, cluster)
     assert placed.keys() == wanted.keys()
     check(placed, wanted, cluster)
@@ -175,6 +185,49 @@ def test_moves_are_the_cheapest(seed):
         v.restart_s for v in jobs if v.allocation.devices and placed[v.spec.id] is not v.allocation
     )
     assert price == fewest_by_search(wanted, jobs, cluster)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([4, 6, 8]), st.booleans())
+def test_no_moves_that_make_room_cost_less_than_the_least_price(seed, size, odd):
+    draw = random.Random(seed)
+    cluster = even(draw.randint(2, 6), size)
+    board = Board(cluster.nodes)
+    for node in cluster.nodes:
+        left = list(range(size))
+        while left and draw.random() < 0.8:
+            mine, left = left[: (n := draw.choice([1, 1, 2, 3 if odd else 4]))], left[n:]
+            key = f"{node.name}-{len(left)}"
+            shape = Shape("a", 1, len(mine))
+            price, its = draw.choice([1.0, 5.0, 7.0]), {node.name: tuple(mine)}
+            assert board.keep(Request(key=key, shape=shape, price=price, previous=its, keeps=True))
+    room, pending = int(board.free.sum()), []
+    while room and len(pending) < 8:
+        n = min(room, draw.choice([size, 4, 4, 2, 3 if odd else 2, 1]))
+        room, key = room - n, f"new-{len(pending)}"
+        shape = Shape("a", 1, n)
+        pending.append(Request(key=key, shape=shape, price=1.0, previous={}, keeps=False))
+    gone = fewest_moves(board, pending, time_limit_s=60.0) if pending else None
+    if gone is not None:
+        price = sum(board.requests[key].price for key in gone)
+        for most in (np.inf, price, 6.0):
+            assert least_price(board, pending, most) <= min(price, most)
+
+
+def test_fewer_programs_are_solved_and_everything_is_placed_as_with_all_of_them(monkeypatch):
+    """A program that cannot find cheaper moves, by the least price, would not have changed anything."""
+    module = importlib.import_module(fewest_moves.__module__)
+    solve, programs, cluster, answers = module._solve, [], even(30), {}
+    monkeypatch.setattr(module, "_solve", lambda **its: programs.append(1) or solve(**its))
+    for is_bounded in (True, False):
+        if not is_bounded:
+            monkeypatch.setattr(module, "least_price", lambda *_: 0.0)
+        programs.clear()
+        worlds = [scattered(random.Random(seed), cluster, 100, 60) for seed in range(5)]
+        placed = [place(wanted, jobs, cluster, time_limit_s=60.0) for jobs, wanted in worlds]
+        answers[is_bounded] = len(programs), placed
+    assert answers[True][0] < answers[False][0]
+    assert answers[True][1] == answers[False][1]
 
 
 def churn(cluster: ClusterSpec, count: int, rounds: int, seed: int):

@@ -5,9 +5,10 @@ power-of-two size (see `shapes`). The same holds around jobs that keep their dev
 room. If there is none, `make_room` moves smaller jobs away from one node and places them like new ones.
 """
 
+import copy
+import functools
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +20,7 @@ LIKELY_NODES = 64  # searched first for room; the other nodes only if none of th
 _NO_ROOM = np.iinfo(np.int64).max
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(NamedTuple):
     """Devices wanted for one job, or for the jobs of a share group, which all run on the same devices."""
 
     key: str
@@ -50,12 +50,32 @@ class Board:
         self.up = np.array([node.state == "up" for node in nodes], dtype=bool)
         # Number of devices that new jobs may take: none on a node that is draining.
         self.free = np.array([m.bit_count() for m in self.mask], dtype=np.int64) * self.up
-        self.on: list[set[str]] = [set() for _ in nodes]
+        self._on: list[set[str]] | None = None  # made if needed: to make room
         self.held: dict[str, dict[int, int]] = {}  # key -> node index -> bits
         self.requests: dict[str, Request] = {}
+        self._kept: set[str] = set()  # requests that have their previous devices
         self._exclusive = one_multi_node_job_per_node
         self._networked = np.zeros(len(nodes), dtype=bool)
         self._domains: dict[str, np.ndarray] = {}
+
+    @property
+    def on(self) -> list[set[str]]:
+        """[nodes] keys of the requests that hold devices of each node."""
+        if self._on is None:
+            self._on = [set() for _ in self.nodes]
+            for key, bits in self.held.items():
+                for node in bits:
+                    self._on[node].add(key)
+        return self._on
+
+    def copy(self) -> "Board":
+        """Return a board with the same requests on the same devices, to be changed on its own."""
+        found = copy.copy(self)
+        found.mask, found.free = list(self.mask), self.free.copy()
+        found._on = None if self._on is None else list(map(set, self._on))
+        found.held, found.requests = dict(self.held), dict(self.requests)
+        found._kept, found._networked = set(self._kept), self._networked.copy()
+        return found
 
     def take(self, request: Request, bits: Mapping[int, int]):
         """Give devices, which must be free, to the request; `bits` is a bit mask of devices by node."""
@@ -64,7 +84,8 @@ class Board:
             self.mask[node] &= ~taken
             if self.up[node]:
                 self.free[node] -= taken.bit_count()
-            self.on[node].add(request.key)
+            if self._on is not None:
+                self._on[node].add(request.key)
             if len(bits) > 1:
                 self._networked[node] = True
         self.held[request.key] = dict(bits)
@@ -73,11 +94,13 @@ class Board:
     def release(self, key: str) -> Request:
         """Free the devices of the request with this key, remove the request from the board, and return it."""
         bits = self.held.pop(key)
+        self._kept.discard(key)
         for node, taken in bits.items():
             self.mask[node] |= taken
             if self.up[node]:
                 self.free[node] += taken.bit_count()
-            self.on[node].discard(key)
+            if self._on is not None:
+                self._on[node].discard(key)
             if len(bits) > 1:
                 self._networked[node] = any(len(self.held[k]) > 1 for k in self.on[node])
         return self.requests.pop(key)
@@ -89,13 +112,14 @@ class Board:
         bits: dict[int, int] = {}
         for name, local in request.previous.items():
             node = self.index[name]
-            taken = sum(1 << i for i in local)
+            taken = _mask_of(tuple(local))
             if taken & self.mask[node] != taken:
                 return False
             bits[node] = taken
         if self._exclusive and len(bits) > 1 and self._networked[list(bits)].any():
             return False
         self.take(request, bits)
+        self._kept.add(request.key)
         return True
 
     def fit(self, request: Request) -> bool:
@@ -284,10 +308,22 @@ class Board:
 
     def devices(self, key: str) -> dict[str, tuple[int, ...]]:
         """Return the local indices of the devices that the request with this key holds, by node name."""
+        if key in self._kept:
+            return dict(self.requests[key].previous)
         return {
-            self.nodes[node].name: tuple(i for i in range(bits.bit_length()) if bits >> i & 1)
+            self.nodes[node].name: _indices_in(bits)
             for node, bits in sorted(self.held[key].items())
         }
+
+
+@functools.lru_cache(maxsize=4096)
+def _mask_of(local: tuple[int, ...]) -> int:
+    return sum(1 << i for i in local)
+
+
+@functools.lru_cache(maxsize=4096)
+def _indices_in(bits: int) -> tuple[int, ...]:
+    return tuple(i for i in range(bits.bit_length()) if bits >> i & 1)
 
 
 def _in_queue(request: Request) -> tuple[int, bool, str, Request]:

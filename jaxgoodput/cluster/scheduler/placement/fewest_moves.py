@@ -9,27 +9,30 @@ size that the nodes keep for the rest:
          sum_k slots_ks + sum_{i of size s} parts_i stay_i = all_s  for every size s
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from scipy import optimize, sparse
 
 from jaxgoodput.cluster.scheduler.placement.board import Board, Request
+from jaxgoodput.cluster.scheduler.placement.least_price import least_price
 from jaxgoodput.cluster.scheduler.shapes import chunks
 
 LARGEST_PROGRAM = 6_000  # variables; larger placements are left to the greedy method
 # A limit on branch-and-bound nodes, because a time limit alone would make the result depend on the clock.
 NODE_LIMIT = 2_000
+ROUNDING = 1e-12  # of a price: the same prices may be added in another order
 
 
 def fewest_moves(
-    board: Board, pending: Sequence[Request], *, time_limit_s: float
+    board: Board, pending: Sequence[Request], *, below: float = math.inf, time_limit_s: float
 ) -> set[str] | None:
     """Return the keys of requests on the board that must move so that all pending ones fit.
 
     The board must hold every request that could keep its devices. Returns None if the program is too large,
-    is infeasible or finds nothing in time, or if a pending request is neither whole nodes nor a single
-    chunk.
+    is infeasible or finds nothing in time, if a pending request is neither whole nodes nor a single chunk, or
+    if it is easily seen that no moves cost less than `below`.
     """
     size = board.node_size
     parts = [chunks(request.shape, size) for request in pending]
@@ -48,6 +51,8 @@ def fewest_moves(
     sizes, wanted = np.unique([*np.concatenate(parts), *held_size], return_counts=True)
     slot_node, slot_size = np.nonzero(sizes <= room[nodes, None])
     if len(movable) + len(slot_node) > LARGEST_PROGRAM:
+        return None
+    if below < math.inf and below <= least_price(board, pending, below) * (1.0 + ROUNDING):
         return None
     stays = _solve(
         price=np.array([board.requests[key].price for key in movable]),

@@ -6,6 +6,7 @@ devices, and the rest fits around them. Then small jobs give way greedily. Then 
 moves more of them, but finds room for odd sizes. Kinds are independent of each other.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxgoodput.cluster.scheduler.placement.board import Board, Request
@@ -114,29 +115,41 @@ def _present(views: list[JobView], shape: Shape, kind_of: Mapping[str, str]) -> 
     """Return devices that one of the jobs has at present, and whether they have the wanted shape."""
     previous: Placed = {}
     for view in views:
-        present = shape_of(view.allocation.devices, kind_of)
-        if present == shape:
-            return view.allocation.devices, True
-        if present is not None and not previous:
-            previous = view.allocation.devices
+        devices = view.allocation.devices
+        if _have_shape(devices, shape, kind_of):
+            return devices, True
+        if not previous and shape_of(devices, kind_of) is not None:
+            previous = devices
     return previous, False
+
+
+def _have_shape(devices: Placed, shape: Shape, kind_of: Mapping[str, str]) -> bool:
+    if len(devices) != shape.num_nodes:
+        return False
+    left = shape.num_devices
+    for name, local in devices.items():
+        if kind_of.get(name) != shape.kind:
+            return False
+        left -= len(local)
+    return left == 0
 
 
 def _fill_kind(
     nodes: list[Node], requests: list[Request], exclusive: bool, time_limit_s: float
 ) -> Board:
-    board, pending = _keep_all(nodes, requests, exclusive)
-    if not board.fill(pending, move=False):
-        return board
-    # Filling has changed the board, so every method starts from a new one.
-    greedy, pending = _keep_all(nodes, requests, exclusive)
+    exact, pending = _keep_all(nodes, requests, exclusive)
+    # Filling changes a board, so every method starts from a copy.
+    around = exact.copy()
+    if not around.fill(pending, move=False):
+        return around
+    greedy = exact.copy()
     kept = list(greedy.requests.values())
     left_out = greedy.fill(pending, move=True)
     price = float(sum(r.price for r in kept)) if left_out else _moved_price(greedy, kept)
     if not left_out and price <= min((r.price for r in kept), default=0.0):
         return greedy  # at least one must move, and none is cheaper
-    exact, pending = _keep_all(nodes, requests, exclusive)
-    gone = fewest_moves(exact, pending, time_limit_s=time_limit_s)
+    below = math.inf if left_out else price
+    gone = fewest_moves(exact, pending, below=below, time_limit_s=time_limit_s)
     best = greedy
     if gone is not None:
         moved = [exact.release(key) for key in sorted(gone)]

@@ -23,7 +23,6 @@ import numpy as np
 from jaxgoodput.cluster.scheduler.policies.promises import Claim
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
 from jaxgoodput.cluster.scheduler.policy import Decision
-from jaxgoodput.cluster.scheduler.shapes import capacity
 from jaxgoodput.cluster.scheduler.solve.assignment import Choice
 
 MARGIN = 0.05  # of the time needed, because goodputs are estimates
@@ -61,7 +60,7 @@ class _Supplies:
     def of(cls, problem: ShapeProblem) -> "_Supplies":
         """Return the supplies of a problem: first all devices together, then each limit on tenants."""
         limits = problem.limits()
-        total = float(sum(capacity(problem.cluster).values()))
+        total = float(sum(problem.supply.values()))
         most, use, counts = [total], [problem.devices.astype(float)], [np.ones(len(problem.jobs))]
         hours, said = [False], ["device-seconds in the cluster"]
         for limit, counted, units in limits:

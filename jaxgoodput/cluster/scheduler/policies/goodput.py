@@ -39,6 +39,7 @@ from jaxgoodput.cluster.scheduler.policies.deadlines import (
     with_deadlines,
 )
 from jaxgoodput.cluster.scheduler.policies.guarantee import (
+    DueJobs,
     claims_of,
     due,
     with_due,
@@ -54,7 +55,6 @@ from jaxgoodput.cluster.scheduler.policies.steady import (
     standing,
     starts,
     unchanged,
-    uses_more,
     with_ended_promises,
     with_turns,
 )
@@ -73,13 +73,21 @@ from jaxgoodput.cluster.scheduler.policies.transitions import (
     worth_of_no_pause,
 )
 from jaxgoodput.cluster.scheduler.policy import Decision, JobView
-from jaxgoodput.cluster.scheduler.shapes import capacity
 from jaxgoodput.specs import ClusterSpec
 
 STEPS = 36  # passes over jobs and shapes in the search for prices
 SHRINK = 0.86  # per step, so that the last steps change a price by less than 1 %
 SHORT_S = 300.0  # device-seconds that are added to the work left, so that no weight is infinite
 HIGHEST = 10.0  # largest price in mean weights; with higher prices weights would not count
+
+
+class _Owed(NamedTuple):
+    """What jobs may claim now, whatever weights and prices are."""
+
+    turns: DueJobs
+    deadlines: Deadlines
+    restoring: np.ndarray  # [jobs] shape that a restarting job keeps, -1 = none
+    young: np.ndarray  # [jobs] bool: began too lately to be paused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,28 +157,35 @@ class Goodput:
         if self.smooth_tables:
             problem = replace(problem, goodput=shrunk_tables(problem))
         problem = replace(problem, goodput=with_usual_kinds(problem))
-        then = standing(problem, self.settle_s)
-        is_due = due(problem, self.guaranteed, self.patience_s).due
-        if all(it is problem for it in then) or not some_wait(problem):
-            decision = self._decide(problem, then)
-            started = [i for i in starts(decision, problem) if is_due[i]]
-            return with_turns(decision, problem, started, is_due)
-        decision = self._decide(problem, Standing(problem, problem))
-        if started := starts(decision, problem):
-            return with_turns(decision, problem, started, is_due)
-        return self._decide(problem, then) if changes(decision, problem) else decision
+        then, owed = standing(problem, self.settle_s), self._owed(problem)
+        is_news = all(it is problem for it in then)
+        by_present = not is_news and some_wait(problem)
+        decision = self._decide(problem, Standing(problem, problem) if by_present else then, owed)
+        if by_present and not starts(decision, problem) and changes(decision, problem):
+            # No waiting job gets its turn, and without one running jobs exchange no devices.
+            decision = self._decide(problem, then, owed)
+        is_due = owed.turns.due
+        started = [i for i in starts(decision, problem) if is_due[i] or not is_news]
+        return with_turns(decision, problem, started, is_due)
 
-    def _decide(self, problem: ShapeProblem, then: Standing) -> Decision:
+    def _owed(self, problem: ShapeProblem) -> _Owed:
+        return _Owed(
+            turns=due(problem, self.guaranteed, self.patience_s),
+            deadlines=deadlines_of(problem),
+            restoring=problem.restoring(),
+            young=too_young_to_pause(problem, self.least_run),
+        )
+
+    def _decide(self, problem: ShapeProblem, then: Standing, owed: _Owed) -> Decision:
         """Return the decision by weights and prices as they were `then`."""
         utility = self._utility(problem, then)
-        turns = due(problem, self.guaranteed, self.patience_s)
-        deadlines = deadlines_of(problem)
+        turns, deadlines = owed.turns, owed.deadlines
         own = _guaranteed_claims(problem, utility, turns.due, deadlines)
         promised = promises(
             problem,
             [*own.claims, *deadlines.claims, *claims_of(problem, turns)],
-            problem.restoring(),
-            too_young_to_pause(problem, self.least_run),
+            owed.restoring,
+            owed.young,
         )
         rules = PlacingRules(
             move_cost=cost_of_move(then.prices, utility),
@@ -179,14 +194,9 @@ class Goodput:
         )
         start = promised.granted if own.claims else None
         choice, placed = choose_placeable(problem, utility, promised, rules, start=start)
-        still = unchanged(problem, utility, promised)
         gap = self.relative_gap * abs(choice.objective)
-        if (
-            still is not None
-            and choice.objective - still.choice.objective <= gap
-            and not uses_more(choice, still.choice, problem)
-        ):
-            choice, placed = replace(still.choice, bound=choice.bound), still.allocations
+        if still := unchanged(problem, utility, promised, choice, gap):
+            choice, placed = still
         decision = problem.decide(choice, placed=placed)
         if problem.cluster.tenants:
             decision = with_tenants(decision, problem, own)
@@ -200,7 +210,7 @@ class Goodput:
 
     def _utility(self, problem: ShapeProblem, then: Standing) -> np.ndarray:
         """Return [jobs, shapes] what each job adds to the objective with each shape; NaN = not allowed."""
-        cluster, each = problem.cluster, capacity(problem.cluster)
+        cluster = problem.cluster
         weight = self._weight(then.weights)
         if cluster.tenants and self.fairness > 0:
             weight = weight * fair_factors(problem, self.fairness)
@@ -210,7 +220,7 @@ class Goodput:
             weight,
             problem.devices,
             problem.kind,
-            np.array([each[kind] for kind in problem.kinds], np.float64),
+            np.array([problem.supply[kind] for kind in problem.kinds], np.float64),
         )
         share = goodput / market.best[:, None]
         usual = market.cost * market.best
@@ -286,31 +296,36 @@ def clearing_prices(
     prices = np.zeros(len(capacity))
     if not len(job):
         return Market(prices, cost, best)
-    start = np.flatnonzero(np.r_[True, np.diff(job) > 0])
-    length = np.diff(np.r_[start, len(job)])
-    rate, need, of = goodput[job, shape], devices[shape].astype(np.float64), kind[shape]
-    own = weight[job]
+    first = np.r_[True, np.diff(job) > 0]
+    start = np.flatnonzero(first)
+    length, position = np.diff(np.r_[start, len(job)]), np.cumsum(first) - 1  # of each pair's job
+    rate, own = goodput[job, shape], weight[job]
+
+    def worths(prices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return [pairs] goodput per cost, and the pairs that are the best of their jobs."""
+        worth = rate / (own + (prices[kind] * devices)[shape])
+        return worth, np.flatnonzero(worth >= np.repeat(np.maximum.reduceat(worth, start), length))
+
     log_highest = np.log(HIGHEST * weight[job[start]].mean())
     log_prices = np.full(len(capacity), log_highest - np.log(10.0 * HIGHEST))
     for step in range(STEPS):
-        worth = rate / (own + np.exp(log_prices)[of] * need)
-        chosen = worth >= np.repeat(np.maximum.reduceat(worth, start), length)
-        equal = np.repeat(np.add.reduceat(chosen.astype(np.int64), start), length)
-        taken = need[chosen] / equal[chosen]  # equally good shapes share the demand
-        wanted = np.bincount(of[chosen], taken, minlength=len(capacity))
+        _, chosen = worths(np.exp(log_prices))
+        its, of = position[chosen], shape[chosen]
+        equal = np.bincount(its, minlength=len(start))[its]
+        taken = devices[of] / equal  # equally good shapes share the demand
+        wanted = np.bincount(kind[of], taken, minlength=len(capacity))
         over = np.log(np.maximum(wanted, 1e-9) / np.maximum(capacity, 1e-9))
         # Excess demand moves prices by a factor e at most; shrinking steps make the search converge although
         # demand jumps.
         log_prices += np.clip(20.0 * over, -1.0, 1.0) * SHRINK**step
         log_prices = np.minimum(log_prices, log_highest)
     prices = np.exp(log_prices)
-    worth = rate / (own + prices[of] * need)
-    most = np.maximum.reduceat(worth, start)
-    cost[job[start]] = 1.0 / most
+    worth, chosen = worths(prices)
+    cost[job[start]] = 1.0 / np.maximum.reduceat(worth, start)
     # Among equally good shapes take the fastest; if devices are free, they differ in nothing else.
-    best[job[start]] = np.maximum.reduceat(
-        np.where(worth >= np.repeat(most, length), rate, 0.0), start
-    )
+    fastest = np.zeros(len(start))
+    np.maximum.at(fastest, position[chosen], rate[chosen])
+    best[job[start]] = fastest
     return Market(prices, cost, best)
 
 

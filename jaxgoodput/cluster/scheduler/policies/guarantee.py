@@ -27,7 +27,6 @@ import numpy as np
 from jaxgoodput.cluster.scheduler.policies.promises import Claim
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
 from jaxgoodput.cluster.scheduler.policy import Decision
-from jaxgoodput.cluster.scheduler.shapes import capacity
 from jaxgoodput.cluster.scheduler.work_left import least_left_s
 
 SOON = (
@@ -64,16 +63,18 @@ def due(problem: ShapeProblem, guaranteed: float, patience_s: float) -> DueJobs:
     can = np.isfinite(fewest)
     fewest = np.where(can, fewest, 1.0)
     weight = problem.weight()
-    num_devices = sum(capacity(problem.cluster).values())
+    num_devices = sum(problem.supply.values())
     wanted = float((weight * fewest)[can].sum())
     part = np.minimum(weight * num_devices / max(wanted, 1e-9), 1.0)
     counted_s = np.array([sum(v.fraction_received_s.values()) for v in problem.jobs], np.float64)
     ran_s = np.where(counted_s > 0.0, counted_s, problem.received_s() / fewest)
     share = np.where(problem.running, 2.0 * guaranteed, guaranteed)
-    age_s, left_s = problem.age_s(), _left_s(problem, fewest)
-    ends_s = (ran_s + left_s) / (guaranteed * part)  # age at its end, with that share all the time
+    age_s = problem.age_s()
     behind = can & (age_s > patience_s) & (ran_s < share * part * age_s)
-    behind &= age_s + left_s >= ends_s
+    for i in np.flatnonzero(behind).tolist():
+        left_s = _left_s(problem, i, float(fewest[i]))
+        # Its age at its end, with that share all the time.
+        behind[i] = age_s[i] + left_s >= (ran_s[i] + left_s) / (guaranteed * part[i])
     clusters = max(float(fewest[can].sum()) / max(num_devices, 1), 1.0)
     waited_s = np.where(can, problem.waited_s(), 0.0)
     most = np.full(len(waited_s), TOO_LONG * clusters)
@@ -85,17 +86,13 @@ def due(problem: ShapeProblem, guaranteed: float, patience_s: float) -> DueJobs:
     return DueJobs(due=behind | (waited_s > 0.0), behind=behind, waited_s=waited_s)
 
 
-def _left_s(problem: ShapeProblem, fewest: np.ndarray) -> np.ndarray:
-    """Return [jobs] seconds that each job has left on its fewest devices: told, or else guessed."""
-    on_fewest = problem.devices[None, :] == fewest[:, None]
-    speed = np.where(on_fewest, np.nan_to_num(problem.goodput), 0.0).max(1, initial=0.0)
-    found = []
-    for view, had_s in zip(problem.jobs, problem.received_s().tolist(), strict=True):
-        is_told = view.remaining is not None and view.is_measured
-        found.append(view.remaining if is_told else -least_left_s(view.work_guess, had_s, CHANCE))
-    left = np.array(found, np.float64)  # negative: device-seconds instead of work
-    with np.errstate(divide="ignore"):
-        return np.where(left < 0.0, -left / fewest, left / speed)
+def _left_s(problem: ShapeProblem, job: int, fewest: float) -> float:
+    """Return the seconds that a job has left on its fewest devices: told, or else guessed."""
+    view = problem.jobs[job]
+    if view.remaining is not None and view.is_measured:
+        return view.remaining / float(np.nanmax(problem.goodput[job, problem.devices == fewest]))
+    had_s = sum(view.received_s.values())
+    return least_left_s(view.work_guess, had_s, CHANCE) / fewest
 
 
 def claims_of(problem: ShapeProblem, turns: DueJobs) -> list[Claim]:

@@ -19,9 +19,8 @@ import numpy as np
 from jaxgoodput.cluster.scheduler.constraints import (
     Devices,
     add_devices,
-    offered_devices,
+    on_offer,
     withhold,
-    within,
 )
 from jaxgoodput.cluster.scheduler.limits import use_by_tenant
 from jaxgoodput.cluster.scheduler.placement.placement import place
@@ -292,10 +291,9 @@ def _with_fewer_moves(
         for i in np.flatnonzero(stays).tolist()
         if found.allocations[problem.jobs[i].spec.id] is not problem.jobs[i].allocation
     ]
-    if moved:  # jobs whose devices are no longer offered have to move
-        offered = offered_devices(problem.cluster, draining=True)
-        stays[[i for i in moved if not within(problem.jobs[i].allocation, offered)]] = False
-        moved = [i for i in moved if stays[i]]
+    for i in moved:  # jobs whose devices are no longer offered have to move
+        stays[i] = on_offer(problem.jobs[i].allocation, problem.nodes, draining=True)
+    moved = [i for i in moved if stays[i]]
     cost = float(rules.move_cost[moved].sum())
     if cost <= rules.relative_gap * abs(found.choice.objective):
         return found

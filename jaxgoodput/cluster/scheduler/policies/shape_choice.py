@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from jaxgoodput.cluster.scheduler.constraints import offered_devices, within
+from jaxgoodput.cluster.scheduler.constraints import on_offer
 from jaxgoodput.cluster.scheduler.limits import Limit, counts, limits_of, per_device
 from jaxgoodput.cluster.scheduler.placement.placement import place
 from jaxgoodput.cluster.scheduler.policy import Decision, JobView
@@ -19,7 +20,10 @@ from jaxgoodput.cluster.scheduler.shapes import (
     shapes,
 )
 from jaxgoodput.cluster.scheduler.solve.assignment import Choice, Quota, allocate
-from jaxgoodput.specs import Allocation, ClusterSpec, Shape
+from jaxgoodput.specs import Allocation, ClusterSpec, Node, Shape
+
+_Takers = dict[str, list[tuple[str, set[int]]]]
+"""By node, the jobs that get devices there, and which."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +85,16 @@ class ShapeProblem:
             running=np.array([shape is not None for shape in held], bool),
         )
 
+    @cached_property
+    def supply(self) -> Mapping[str, int]:
+        """Number of devices of each kind that may be allocated."""
+        return capacity(self.cluster)
+
+    @cached_property
+    def nodes(self) -> Mapping[str, Node]:
+        """Nodes of the cluster by name."""
+        return {node.name: node for node in self.cluster.nodes}
+
     @property
     def changes(self) -> np.ndarray:
         """[jobs, shapes] bool: the job runs now, and this is not its present shape."""
@@ -93,9 +107,9 @@ class ShapeProblem:
         jobs under one limit exceed it together, none of them is sure of its devices.
         """
         until = np.array([view.restoring_until_s or -np.inf for view in self.jobs], np.float64)
-        offered = offered_devices(self.cluster, draining=True)
-        on_offer = [within(view.allocation, offered) for view in self.jobs]
-        stays = (until > self.now_s) & np.array(on_offer, bool)
+        stays = until > self.now_s
+        for i in np.flatnonzero(stays).tolist():
+            stays[i] = on_offer(self.jobs[i].allocation, self.nodes, draining=True)
         devices = np.append(self.devices, 0)[self.present]
         kind = np.append(self.kind, -1)[self.present]
         for limit, counted, units in self.limits():
@@ -121,8 +135,11 @@ class ShapeProblem:
 
     def paused(self) -> np.ndarray:
         """Return [jobs] bool: has no devices now, but had some before."""
-        had = [view.num_restarts > 0 or any(view.received_s.values()) for view in self.jobs]
-        return ~self.running & np.array(had, bool)
+        found = np.zeros(len(self.jobs), bool)
+        for i in np.flatnonzero(~self.running).tolist():
+            view = self.jobs[i]
+            found[i] = view.num_restarts > 0 or any(view.received_s.values())
+        return found
 
     def age_s(self) -> np.ndarray:
         """Return [jobs] seconds since submission, at least 0 (clocks differ)."""
@@ -134,13 +151,14 @@ class ShapeProblem:
 
         The result is 0 for a running job, and for one that was paused at an unknown time.
         """
-        never_ran = ~self.running & ~self.paused()
-        since_s = [
-            view.submitted_s if never else self.now_s if view.paused_s is None else view.paused_s
-            for view, never in zip(self.jobs, never_ran.tolist(), strict=True)
-        ]
-        waited_s = np.maximum(self.now_s - np.array(since_s, np.float64), 0.0)
-        return np.where(self.running, 0.0, waited_s)
+        paused, since_s = self.paused(), np.full(len(self.jobs), self.now_s, np.float64)
+        for i in np.flatnonzero(~self.running).tolist():
+            view = self.jobs[i]
+            if not paused[i]:
+                since_s[i] = view.submitted_s
+            elif view.paused_s is not None:
+                since_s[i] = view.paused_s
+        return np.maximum(self.now_s - since_s, 0.0)
 
     def restart_s(self) -> np.ndarray:
         """Return [jobs] the estimated seconds that a change of allocation costs."""
@@ -182,7 +200,7 @@ class ShapeProblem:
         `utility`: [jobs, shapes], NaN = not allowed. `pinned` jobs keep their shape; `at_least` jobs run if
         they fit. `start`: [jobs] shapes that satisfy all constraints, if known. See `allocate`.
         """
-        each = capacity(self.cluster)
+        each = self.supply
         rows = capacity_rows(self.cluster, self.shapes)
         # `allocate` has a row for each kind already; only the other rows are further ones.
         plain = [
@@ -238,12 +256,12 @@ class ShapeProblem:
                 one_multi_node_job_per_node=one_multi_node_job_per_node,
             )
         used_up = self._used_up(choice)
-        left = self._left(allocations)
+        left, takers = self._left(allocations), self._takers(choice, allocations)
         reasons = {}
         for row, view in enumerate(self.jobs):
             id_ = view.spec.id
             if id_ in allocations:
-                reasons[id_] = self._why(row, int(choice.shape[row]), allocations)
+                reasons[id_] = self._why(row, int(choice.shape[row]), allocations[id_], takers)
             elif id_ in wanted:
                 said = shape_in_words(wanted[id_])
                 reasons[id_] = f"waits: {said} do not fit beside jobs that were placed before it"
@@ -258,7 +276,7 @@ class ShapeProblem:
 
     def _left(self, allocations: Mapping[str, Allocation]) -> dict[str, int]:
         """Return the number of devices of each kind that no job gets."""
-        free = capacity(self.cluster)
+        free = dict(self.supply)
         kind_of = {node.name: node.kind for node in self.cluster.nodes if node.state == "up"}
         for given in allocations.values():
             for name, local in given.devices.items():
@@ -286,9 +304,9 @@ class ShapeProblem:
         sizes = self.sizes(row)
         if not sizes:
             # `reconcile` has taken out what held jobs and reservations use.
-            free, offered = capacity(self.cluster), set(self.shapes)
             status = "that are neither held nor reserved"
-            return no_shape_reason(view, free, offered.__contains__, status=status)
+            offered = set(self.shapes).__contains__
+            return no_shape_reason(view, self.supply, offered, status=status)
         least, tenant = int(self.devices[sizes[0]]), view.spec.tenant
         quota = self.cluster.quota.get(tenant, least)
         if least > quota:
@@ -296,7 +314,7 @@ class ShapeProblem:
         if used_up is not None:
             return f"{used_up.said}, leaves it no shape"
         kind = self.shapes[sizes[0]].kind
-        if left[kind] >= capacity(self.cluster).get(kind, 0):
+        if left[kind] >= self.supply.get(kind, 0):
             return "the policy leaves the devices idle that it could have"
         if left[kind] >= least:
             return (
@@ -305,34 +323,46 @@ class ShapeProblem:
             )
         return "other jobs make better use of every device that it could have"
 
-    def _why(self, row: int, shape: int, allocations: Mapping[str, Allocation]) -> str:
+    def _takers(self, choice: Choice, allocations: Mapping[str, Allocation]) -> _Takers:
+        """Return the jobs that get devices on nodes from which a job moves, with their devices there."""
+        found: _Takers = {}
+        for row in np.flatnonzero((choice.shape >= 0) & (choice.shape == self.present)).tolist():
+            view = self.jobs[row]
+            if allocations.get(view.spec.id) is not view.allocation:
+                found |= {name: [] for name in view.allocation.devices}
+        if found:
+            for id_, given in allocations.items():
+                for name in given.devices.keys() & found:
+                    found[name].append((id_, set(given.devices[name])))
+        return found
+
+    def _why(self, row: int, shape: int, given: Allocation, takers: _Takers) -> str:
         said = shape_in_words(self.shapes[shape])
         view = self.jobs[row]
-        if allocations[view.spec.id] is view.allocation:
+        if given is view.allocation:
             return f"keeps {said}"
         before = int(self.present[row])
         if before == shape:
-            return (
-                f"moves to other devices, {said}, {self._why_moved(view.allocation, allocations)}"
-            )
+            return f"moves to other devices, {said}, {self._why_moved(view.allocation, takers)}"
         goodput = self.goodput[row]
         if before >= 0 and goodput[before] > 0:
             return f"gets {said}: {goodput[shape] / goodput[before]:.2f} times its present goodput"
         return f"gets {said}"
 
-    def _why_moved(self, left: Allocation, allocations: Mapping[str, Allocation]) -> str:
+    def _why_moved(self, left: Allocation, takers: _Takers) -> str:
         """Explain why a job moves to other devices although its shape stays the same."""
-        if not within(left, offered_devices(self.cluster)):
+        if not on_offer(left, self.nodes):
             return "because its old devices are no longer offered"
-        takers = sorted(
+        its = {
             id_
-            for id_, given in allocations.items()
-            if any(set(given.devices.get(name, ())) & set(d) for name, d in left.devices.items())
-        )
-        if not takers:
+            for name, local in left.devices.items()
+            for id_, taken in takers[name]
+            if not taken.isdisjoint(local)
+        }
+        if not its:
             return "so that all jobs fit"
-        more = f" and {len(takers) - 1} more" if len(takers) > 1 else ""
-        return f"to make room for {takers[0]}{more}"
+        more = f" and {len(its) - 1} more" if len(its) > 1 else ""
+        return f"to make room for {min(its)}{more}"
 
     def _is(self, kind: str) -> np.ndarray:
         return np.array([shape.kind == kind for shape in self.shapes], bool)

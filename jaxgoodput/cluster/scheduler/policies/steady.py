@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxgoodput.cluster.scheduler.constraints import offered_devices, within
+from jaxgoodput.cluster.scheduler.constraints import on_offer
 from jaxgoodput.cluster.scheduler.policies.placeable import PlacedChoice
 from jaxgoodput.cluster.scheduler.policies.promises import Promises
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
@@ -100,11 +100,12 @@ def uses_more(choice: Choice, other: Choice, problem: ShapeProblem) -> bool:
 
 
 def unchanged(
-    problem: ShapeProblem, utility: np.ndarray, promised: Promises
+    problem: ShapeProblem, utility: np.ndarray, promised: Promises, other: Choice, gap: float
 ) -> PlacedChoice | None:
-    """Return the choice in which every job keeps what it has; None if that is not possible.
+    """Return the choice in which every job keeps what it has, if that is possible and good enough; else None.
 
-    `utility`: [jobs, shapes], NaN = not allowed.
+    It is good enough if another choice is worth at most `gap` more and uses no more devices. `utility`:
+    [jobs, shapes], NaN = not allowed.
     """
     rows = np.flatnonzero(problem.running)
     shapes = problem.present[rows]
@@ -112,22 +113,31 @@ def unchanged(
         return None
     allowed = ~np.isnan(utility) & promised.allowed
     pinned = promised.pinned[rows]
-    allocations = {problem.jobs[i].spec.id: problem.jobs[i].allocation for i in rows.tolist()}
-    may_stay = allowed[rows, shapes].all() and ((pinned < 0) | (pinned == shapes)).all()
-    if not (may_stay and _still_there(problem, allocations) and _within_limits(problem)):
+    if not (allowed[rows, shapes].all() and ((pinned < 0) | (pinned == shapes)).all()):
         return None
     value = float(utility[rows, shapes].sum())
     chosen = np.where(problem.running, problem.present, -1)
-    return PlacedChoice(Choice(shape=chosen, objective=value, bound=value), allocations)
+    choice = Choice(shape=chosen, objective=value, bound=other.bound)
+    if other.objective - value > gap or uses_more(other, choice, problem):
+        return None
+    allocations = {problem.jobs[i].spec.id: problem.jobs[i].allocation for i in rows.tolist()}
+    if not (_within_limits(problem) and _still_there(problem, allocations)):
+        return None
+    return PlacedChoice(choice, allocations)
 
 
 def _still_there(problem: ShapeProblem, allocations: Mapping[str, Allocation]) -> bool:
     """Return whether the cluster has all these devices, and no two jobs hold the same."""
-    offered = offered_devices(problem.cluster, draining=True)
-    places = [
-        (name, i) for a in allocations.values() for name, its in a.devices.items() for i in its
-    ]
-    return len(places) == len(set(places)) and all(within(a, offered) for a in allocations.values())
+    taken: dict[str, int] = {}  # bits
+    for allocation in allocations.values():
+        if not on_offer(allocation, problem.nodes, draining=True):
+            return False
+        for name, local in allocation.devices.items():
+            its, others = sum(1 << i for i in local), taken.get(name, 0)
+            if its & others:
+                return False
+            taken[name] = its | others
+    return True
 
 
 def _within_limits(problem: ShapeProblem) -> bool:
@@ -152,8 +162,8 @@ def starts(decision: Decision, problem: ShapeProblem) -> list[int]:
 def changes(decision: Decision, problem: ShapeProblem) -> bool:
     """Return whether any job gets other devices than it has."""
     return any(
-        (given.devices if (given := decision.allocations.get(v.spec.id)) else {})
-        != v.allocation.devices
+        (given := decision.allocations.get(v.spec.id)) is not v.allocation
+        and (given.devices if given else {}) != v.allocation.devices
         for v in problem.jobs
     )
 
@@ -163,15 +173,18 @@ def with_turns(
 ) -> Decision:
     """Return the decision; reasons say whose turn it is, if jobs start on devices that others had.
 
-    `is_due`: [jobs] bool, jobs whose reason says why they are due already.
+    `started`: jobs that wait and get devices; `is_due`: [jobs] bool, jobs whose reason says why they are due
+    already.
     """
+    if not started:
+        return decision
     fewer = [
         view.spec.id
         for view in problem.jobs
-        if view.allocation.num_devices
-        > (given.num_devices if (given := decision.allocations.get(view.spec.id)) else 0)
+        if (given := decision.allocations.get(view.spec.id)) is not view.allocation
+        and view.allocation.num_devices > (given.num_devices if given else 0)
     ]
-    if not fewer or not started:
+    if not fewer:
         return decision
     reasons, waited_s = dict(decision.reasons), problem.waited_s()
     for i in (i for i in started if not is_due[i]):

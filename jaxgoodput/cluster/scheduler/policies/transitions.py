@@ -11,7 +11,6 @@ ever. A first start costs nothing, because no decision avoids it.
 import numpy as np
 
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
-from jaxgoodput.cluster.scheduler.shapes import capacity
 
 MOST_LOST = (
     0.9  # 1 would stop a job on an empty cluster as soon as its present shape is not offered
@@ -73,7 +72,7 @@ def leads_further(problem: ShapeProblem) -> np.ndarray:
     measured = np.array([view.largest_profiled for view in problem.jobs], np.int64)
     most = np.array([view.spec.max_devices for view in problem.jobs], np.int64)
     adapts = np.array([view.spec.mode != "rigid" for view in problem.jobs], bool)
-    room = np.minimum(most, max(capacity(problem.cluster).values(), default=0))
+    room = np.minimum(most, max(problem.supply.values(), default=0))
     opens = adapts & (measured > 0) & (largest > measured) & (2 * largest <= room)
     at_largest = problem.devices == largest[:, None]
     goodput = np.where(allowed, problem.goodput, 0.0)

@@ -37,9 +37,10 @@ def dual_prices(
         total = np.add.reduceat(shares, start) + idle * np.exp(-np.abs(top))
         level = float(limit @ prices + heat * np.sum(top + np.log(total)))
         shares /= total[position]
-        expected = np.add.reduceat(shares[:, None] * use, start, axis=0)
+        used = shares[:, None] * use
+        expected = np.add.reduceat(used, start, axis=0)
         slope = limit - expected.sum(0)
-        curve = ((shares[:, None] * use).T @ use - expected.T @ expected) / heat
+        curve = (used.T @ use - expected.T @ expected) / heat
         return level, slope, curve
 
     for temperature in TEMPERATURES:

@@ -392,7 +392,8 @@ def _improve(knapsack: Knapsack, chosen: np.ndarray) -> np.ndarray:
         left = knapsack.limit - use[present].sum(0)
         theirs = present[knapsack.job]
         gain = knapsack.value - value[theirs]
-        gain[((knapsack.use - use[theirs]) > left + 1e-9).any(1)] = 0.0
+        for row, room in enumerate(left):  # one after the other, because there are few rows
+            gain[knapsack.use[:, row] - use[theirs, row] > room + 1e-9] = 0.0
         best = int(np.argmax(gain))
         if gain[best] <= 1e-12:
             return chosen

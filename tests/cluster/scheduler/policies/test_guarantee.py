@@ -13,6 +13,7 @@ from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
 from jaxgoodput.cluster.scheduler.policy import JobView
 from jaxgoodput.cluster.scheduler.reconcile import reconcile
 from jaxgoodput.cluster.scheduler.shapes import shapes
+from jaxgoodput.cluster.scheduler.work_left import EndedJob, Experience
 from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node
 
 EIGHT = ClusterSpec(nodes=tuple(Node(name=f"n{i}", kind="k", num_devices=4) for i in range(2)))
@@ -62,10 +63,39 @@ def test_the_oldest_that_is_due_runs(sizes, weights, seed):
         rigid(f"j{i}", size, weight=weight, submitted_s=-age)
         for i, (size, weight, age) in enumerate(zip(sizes, weights, ages, strict=False))
     ]
-    decision = Goodput()(jobs, EIGHT, 0.0)
-    oldest = jobs[int(ages.argmax())].spec.id
-    assert oldest in decision.allocations
-    assert "guaranteed share" in decision.reasons[oldest]
+    problem, policy = ShapeProblem.of(jobs, EIGHT, 0.0), Goodput()
+    turns = due(problem, policy.guaranteed, policy.patience_s)
+    decision = policy(jobs, EIGHT, 0.0)
+    for first in sorted(np.flatnonzero(turns.due), key=lambda i: (-turns.waited_s[i], -ages[i]))[
+        :1
+    ]:
+        oldest = jobs[first].spec.id
+        assert oldest in decision.allocations
+        why = decision.reasons[oldest]
+        assert "guaranteed share" in why or "its turn" in why
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    left_s=st.floats(10.0, 1e6),
+    age_s=st.floats(4000.0, 1e6),
+    others=st.integers(1, 30),
+    is_told=st.booleans(),
+)
+def test_a_job_is_due_once_it_could_no_longer_end_in_time(left_s, age_s, others, is_told):
+    """Told or guessed from jobs that all used as much; in time is as with the guaranteed share."""
+    guess = Experience([EndedJob("a.py", "ana", 8, 8 * left_s)] * 400).guess("a.py", "ana", 8)
+    known = {"remaining": 8 * left_s} if is_told else {"work_guess": guess}
+    job = rigid("j", 8, submitted_s=-age_s, **known)
+    jobs = [job, *(rigid(f"o{i}", 8) for i in range(others))]
+    policy = Goodput()
+    found = due(ShapeProblem.of(jobs, EIGHT, 0.0), policy.guaranteed, policy.patience_s)
+    in_time_s = left_s * (1 + others) / policy.guaranteed
+    slack = 1.0 if is_told else 1.2  # what is guessed is known on a grid
+    if age_s + left_s < in_time_s / slack:
+        assert not found.behind[0]
+    elif age_s + left_s > in_time_s * slack:
+        assert found.behind[0]
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """A plan that is asked for again with nothing new stays; a job that waits gets its turn."""
 
 import dataclasses
-import importlib.util
+import importlib
 import pathlib
 from types import ModuleType
 
@@ -118,12 +118,9 @@ def test_a_job_waits_only_if_it_could_run():
 @pytest.fixture(scope="module")
 def worlds() -> ModuleType:
     """The worlds of `benchmarks/scheduler_asked_again.py`, which prints what is checked here."""
-    path = ROOT / "benchmarks" / "scheduler_asked_again.py"
-    spec = importlib.util.spec_from_file_location("scheduler_asked_again", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        return importlib.import_module("scheduler_asked_again")
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(i, marks=MANY) for i in range(20, 300, 20))])
