@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxgoodput.cluster.scheduler.constraints import offered_devices, within
+from jaxgoodput.cluster.scheduler.placement.amounts import needs_of, some_limited
 from jaxgoodput.cluster.scheduler.policy import Decision, JobView
 from jaxgoodput.specs import Allocation, ClusterSpec, Shape
 
@@ -47,13 +48,23 @@ class _FreeDevices:
         return Allocation(devices=chosen, generation=generation)
 
 
-def _one_kind(cluster: ClusterSpec, policy: str) -> str | None:
-    """Return the kind of all devices, None without nodes. Raises ValueError for kinds, quotas or tenants."""
+def _one_kind(jobs: Sequence[JobView], cluster: ClusterSpec, policy: str) -> str | None:
+    """Return the kind of all devices, None without nodes.
+
+    Raises ValueError for what `policy` does not know: several kinds, quotas, tenants, and jobs that need CPUs
+    or memory of nodes that may lack them.
+    """
     kinds = sorted({node.kind for node in cluster.nodes if node.state == "up"})
     if len(kinds) > 1:
         raise ValueError(
             f"{policy} knows one kind of device only, but the cluster has {', '.join(kinds)}; "
             "use a heterogeneity-aware policy, or a cluster of one kind."
+        )
+    needing = [view.spec.id for view in jobs if needs_of(view.spec)]
+    if needing and some_limited(cluster):
+        raise ValueError(
+            f"{policy} knows devices only, but job {needing[0]!r} needs CPUs or memory, which the nodes may "
+            "lack; use another policy, or leave these numbers out of the nodes."
         )
     tenants = [tenant.name for tenant in cluster.tenants]
     for what, names in (("quotas", sorted(cluster.quota)), ("tenants", tenants)):
@@ -81,7 +92,7 @@ class Tiresias:
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
         """Return allocations: jobs get their devices in the order of Tiresias's queues."""
-        _one_kind(cluster, "Tiresias")
+        _one_kind(jobs, cluster, "Tiresias")
         queue = []
         for job in _arrival(jobs):
             level = int(sum(job.received_s.values()) >= self.threshold_device_s)
@@ -139,7 +150,7 @@ class Optimus:
 
         Raises ValueError if a job does not declare its work.
         """
-        kind = _one_kind(cluster, "Optimus")
+        kind = _one_kind(jobs, cluster, "Optimus")
         free = _FreeDevices(cluster)
         sizes = _sizes_by_gain(jobs, kind, free.num_devices)
         reasons = {
@@ -213,7 +224,7 @@ class EarliestDeadline:
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
         """Return allocations: jobs get devices in the order of their deadlines, the earliest first."""
-        _one_kind(cluster, "EarliestDeadline")
+        _one_kind(jobs, cluster, "EarliestDeadline")
         last = float("inf")
         queue = sorted(
             _arrival(jobs), key=lambda j: last if j.spec.deadline_s is None else j.spec.deadline_s
@@ -230,7 +241,7 @@ class Static:
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
         """Return allocations: jobs get devices in the order of arrival."""
-        _one_kind(cluster, "Static")
+        _one_kind(jobs, cluster, "Static")
         free = _FreeDevices(cluster)
         allocations, reasons = {}, {}
         for job in jobs:

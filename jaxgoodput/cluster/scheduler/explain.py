@@ -15,6 +15,7 @@ from jaxgoodput.cluster.scheduler.costs import cost
 from jaxgoodput.cluster.scheduler.free_room import FreeRoom, in_the_way, least_shapes
 from jaxgoodput.cluster.scheduler.kept_nodes import may_be_stopped
 from jaxgoodput.cluster.scheduler.limits import subtrees
+from jaxgoodput.cluster.scheduler.placement.amounts import needs_of, some_limited
 from jaxgoodput.cluster.scheduler.policy import JobView, Plan, Policy
 from jaxgoodput.cluster.scheduler.reconcile import reconcile
 from jaxgoodput.cluster.scheduler.shapes import (
@@ -35,6 +36,7 @@ Constraint = Literal[
     "guarantee",  # of other tenants
     "reservation",
     "kept nodes",  # for another job, which has waited long
+    "needs",  # devices are free, but not the CPUs or the memory that it needs beside them
     "placement",  # enough devices are free, but not together
     "level",
     "avoided nodes",  # which are kept apart from it for a while
@@ -81,7 +83,8 @@ def explain(
     plan = plan or reconcile(jobs, cluster, policy, now_s)
     question = _Question(job, jobs, cluster, policy, now_s)
     if plan.allocations[job].devices:
-        return Explanation(job=job, constraint="none", message=plan.reasons[job])
+        changes = _changes_for_other_kind(question, plan)
+        return Explanation(job=job, constraint="none", message=plan.reasons[job], changes=changes)
     if job in constraints_of(jobs, cluster, now_s).refused:
         spent = question.view.spec.budget is not None and question.with_spec(budget=None)
         return Explanation(
@@ -165,12 +168,18 @@ class _Reason(NamedTuple):
 def more_nodes(cluster: ClusterSpec, kind: str, count: int) -> tuple[Node, ...]:
     """Return new nodes with `count` devices of a kind, in a topology domain of their own.
 
-    All are whole nodes, except the last one if `count` is not a multiple of the node size.
+    They have CPUs and memory like the others of the kind. All are whole nodes, except the last one if `count`
+    is not a multiple of the node size.
     """
     size = node_size(cluster).get(kind) or count
     sizes = [size] * (count // size) + [count % size] * (count % size > 0)
     levels = {level for node in cluster.nodes for level in node.labels}
     names = {node.name for node in cluster.nodes}
+    like = max(
+        (node for node in cluster.nodes if node.kind == kind),
+        key=lambda node: node.num_devices,
+        default=None,
+    )
     prefix = f"more-{kind}"
     while any(name.startswith(prefix) for name in names):
         prefix += "-"
@@ -180,9 +189,21 @@ def more_nodes(cluster: ClusterSpec, kind: str, count: int) -> tuple[Node, ...]:
             kind=kind,
             num_devices=num,
             labels={level: prefix for level in levels},
+            **_amounts_like(like, num),
         )
         for i, num in enumerate(sizes)
     )
+
+
+def _amounts_like(like: Node | None, num_devices: int) -> dict[str, float | None]:
+    """Return the CPUs and memory of a new node: as much for each device as another node has."""
+    if like is None or not like.num_devices:
+        return {}
+    part = num_devices / like.num_devices
+    return {
+        name: None if has is None else has * part
+        for name, has in (("cpus", like.cpus), ("memory_gib", like.memory_gib))
+    }
 
 
 def _explain_waiting(question: _Question, plan: Plan) -> Explanation:
@@ -192,7 +213,8 @@ def _explain_waiting(question: _Question, plan: Plan) -> Explanation:
         *_guarantees(question),
         *_reservation(question),
         *_kept_nodes(question, plan),
-        *(placement := _placement(question, plan)),
+        *(needs := _needs(question, plan)),
+        *(placement := [] if needs else _placement(question, plan)),
         *_level(question),
         *_avoided_nodes(question),
         *_minimum_run_time(question),
@@ -200,7 +222,7 @@ def _explain_waiting(question: _Question, plan: Plan) -> Explanation:
     ]
     devices = _more_devices(question)
     either = " or ".join(f"{devices[kind]} more {kind}" for kind in sorted(devices))
-    if placement:
+    if placement or needs:
         reasons += _price_of_switching(question)
     elif devices and not _has_room(question, plan):
         said = f"all devices of kind {', '.join(sorted(devices))} that it could use are taken"
@@ -306,10 +328,41 @@ def _kept_nodes(question: _Question, plan: Plan) -> list[_Reason]:
     return []
 
 
+def _needs(question: _Question, plan: Plan) -> list[_Reason]:
+    """Find out whether the job would run on the devices that are free if it needed no CPUs and no memory."""
+    view, cluster = question.view, question.cluster
+    if not needs_of(view.spec) or not some_limited(cluster):
+        return []
+    room = FreeRoom.beside(plan, view, question.jobs, cluster, question.now_s)
+    shapes = least_shapes(view, cluster, question.now_s)
+    bare = dataclasses.replace(room, left={})
+    enough = [shape for shape in shapes if bare.fits(view, shape)]
+    if not enough or any(room.fits(view, shape) for shape in shapes):
+        return []
+    without = {"cpus_per_device": 0.0, "memory_gib_per_device": 0.0}
+    if not question.with_spec(**without):
+        return []
+    return [_Reason("needs", room.lacking(view, enough[0]), _fewer_needs(question))]
+
+
+def _fewer_needs(question: _Question) -> str:
+    """Return the largest part of its needs, in eighths, with which the job would run; "" if none is."""
+    spec = question.view.spec
+    for eighths in range(7, -1, -1):
+        fewer = {
+            name: getattr(spec, name) * eighths / 8
+            for name in ("cpus_per_device", "memory_gib_per_device")
+        }
+        if question.with_spec(**fewer):
+            said = (f"{name}={value:g}" for name, value in fewer.items() if getattr(spec, name))
+            return " and ".join(said)
+    return ""
+
+
 def _placement(question: _Question, plan: Plan) -> list[_Reason]:
     """Find out whether enough devices are free but do not lie together, and what is in the way."""
     view, cluster = question.view, question.cluster
-    room = FreeRoom.beside(plan, view, cluster, question.now_s)
+    room = FreeRoom.beside(plan, view, question.jobs, cluster, question.now_s)
     shapes = least_shapes(view, cluster, question.now_s)
     enough = [s for s in shapes if room.of_kind(s.kind) >= s.num_devices]
     if not enough or any(room.fits(view, shape) for shape in shapes):
@@ -431,7 +484,7 @@ def _least(runs: Callable[[int], bool], most: int) -> int | None:
 def _has_room(question: _Question, plan: Plan) -> bool:
     """Return whether the job would fit onto the devices that a plan leaves free."""
     view, cluster = question.view, question.cluster
-    room = FreeRoom.beside(plan, view, cluster, question.now_s)
+    room = FreeRoom.beside(plan, view, question.jobs, cluster, question.now_s)
     return any(room.fits(view, shape) for shape in least_shapes(view, cluster, question.now_s))
 
 
@@ -454,6 +507,34 @@ def _utility(question: _Question, plan: Plan) -> _Reason:
     return _Reason("utility", said, change)
 
 
+def _changes_for_other_kind(question: _Question, plan: Plan) -> tuple[str, ...]:
+    """Return what would give a job that runs on another kind than it prefers a preferred one."""
+    view = question.view
+    preferred = set(view.spec.preferred_kinds or ())
+    kind_of = {node.name: node.kind for node in question.cluster.nodes}
+    if not preferred or preferred & {kind_of[n] for n in plan.allocations[question.job].devices}:
+        return ()
+
+    def runs_there(preference: float) -> bool:
+        """Return whether the job would get a preferred kind at this price of its preference."""
+        spec = dataclasses.replace(view.spec, preference=preference)
+        changed = dataclasses.replace(view, spec=spec)
+        jobs = [changed if v is view else v for v in question.jobs]
+        asked = dataclasses.replace(question.cluster, changed_s=None)
+        found = reconcile(jobs, asked, question.policy, question.now_s)
+        return bool(preferred & {kind_of[n] for n in found.allocations[question.job].devices})
+
+    for factor in (2.0, 4.0, 16.0, 256.0):
+        if runs_there(view.spec.preference * factor):
+            return (
+                f"preference={view.spec.preference * factor:g} for {' or '.join(sorted(preferred))}",
+            )
+    kinds = tuple(sorted(preferred & set(view.spec.kinds or preferred)))
+    if kinds and question.with_spec(kinds=kinds):
+        return (f"allowing only {' or '.join(kinds)}",)
+    return ()
+
+
 def _changes_for_refused(question: _Question) -> tuple[str, ...]:
     """Return changes that would let a job run that could not run even if it were alone."""
     spec, cluster = question.view.spec, question.cluster
@@ -463,11 +544,14 @@ def _changes_for_refused(question: _Question) -> tuple[str, ...]:
         "kinds": "allowing other kinds of devices",
         "level": f"no requirement of one {spec.level!r}",
     }
+    fewer = _fewer_needs(question) if needs_of(spec) and some_limited(cluster) else ""
     changes = [
         said
         for name, said in without.items()
         if getattr(spec, name) is not None and question.with_spec(**{name: None})
     ]
+    if fewer:
+        changes.append(fewer)
     if smaller := _smaller_minimum(question):
         changes.append(f"min_devices={smaller}")
     up = tuple(dataclasses.replace(node, state="up") for node in cluster.nodes)

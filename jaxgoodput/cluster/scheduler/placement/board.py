@@ -12,6 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxgoodput.cluster.scheduler.placement.amounts import (
+    NOTHING,
+    PLENTY,
+    Amounts,
+    amounts_of,
+    is_limited,
+)
 from jaxgoodput.cluster.scheduler.shapes import chunks, domain_of
 from jaxgoodput.specs import Node, Shape
 
@@ -29,6 +36,7 @@ class Request:
     previous: Mapping[str, tuple[int, ...]]  # present devices, of whatever shape
     keeps: bool  # whether the present devices have the wanted shape, so that it may stay
     level: str | None = None  # all nodes must lie in one domain of this level
+    needs: Amounts = NOTHING  # CPUs and memory for each device
 
 
 class _Eviction(NamedTuple):
@@ -53,6 +61,9 @@ class Board:
         self.on: list[set[str]] = [set() for _ in nodes]
         self.held: dict[str, dict[int, int]] = {}  # key -> node index -> bits
         self.requests: dict[str, Request] = {}
+        self.is_limited = any(map(is_limited, nodes))
+        # CPUs and memory that are left on each node.
+        self.left = [amounts_of(n) for n in nodes] if self.is_limited else [PLENTY] * len(nodes)
         self._exclusive = one_multi_node_job_per_node
         self._networked = np.zeros(len(nodes), dtype=bool)
         self._domains: dict[str, np.ndarray] = {}
@@ -65,6 +76,8 @@ class Board:
             if self.up[node]:
                 self.free[node] -= taken.bit_count()
             self.on[node].add(request.key)
+            if request.needs:
+                self.left[node] = self.left[node].minus(request.needs.times(taken.bit_count()))
             if len(bits) > 1:
                 self._networked[node] = True
         self.held[request.key] = dict(bits)
@@ -72,15 +85,24 @@ class Board:
 
     def release(self, key: str) -> Request:
         """Free the devices of the request with this key, remove the request from the board, and return it."""
-        bits = self.held.pop(key)
+        bits, request = self.held.pop(key), self.requests.pop(key)
         for node, taken in bits.items():
             self.mask[node] |= taken
+            if request.needs:
+                self.left[node] = self.left[node].plus(request.needs.times(taken.bit_count()))
             if self.up[node]:
                 self.free[node] += taken.bit_count()
             self.on[node].discard(key)
             if len(bits) > 1:
                 self._networked[node] = any(len(self.held[k]) > 1 for k in self.on[node])
-        return self.requests.pop(key)
+        return request
+
+    def room(self, request: Request) -> np.ndarray:
+        """Return [nodes] how many free devices of each node the request can use, given its other needs."""
+        if not (self.is_limited and request.needs):
+            return self.free
+        pairs = zip(self.left, self.free.tolist(), strict=True)
+        return np.array([left.devices(request.needs, n) for left, n in pairs], dtype=np.int64)
 
     def keep(self, request: Request) -> bool:
         """Give the request its present devices if they have the wanted shape and are free; else False."""
@@ -91,6 +113,8 @@ class Board:
             node = self.index[name]
             taken = sum(1 << i for i in local)
             if taken & self.mask[node] != taken:
+                return False
+            if request.needs and not self.left[node].holds(request.needs.times(len(local))):
                 return False
             bits[node] = taken
         if self._exclusive and len(bits) > 1 and self._networked[list(bits)].any():
@@ -116,9 +140,9 @@ class Board:
 
     def _fullest(self, size: int, request: Request) -> list[int] | None:
         """Return the fullest node that has room; of equal ones the request's own, or else the first."""
-        room = np.where(self.free >= size, self.free, _NO_ROOM)
+        room = np.where(self.room(request) >= size, self.free, _NO_ROOM)
         best = int(room.argmin())
-        if self.free[best] < size:
+        if room[best] == _NO_ROOM:
             return None
         for name in request.previous:
             own = self.index.get(name)
@@ -127,7 +151,8 @@ class Board:
         return [best]
 
     def _fit_several(self, sizes: list[int], request: Request) -> list[int] | None:
-        room = np.where(self._networked, 0, self.free) if self._exclusive else self.free
+        room = self.room(request)
+        room = np.where(self._networked, 0, room) if self._exclusive else room
         own = [self.index[n] for n in request.previous if n in self.index]
         for nodes in self._domain_groups(request.level, room, sizes):
             left = np.zeros(len(self.nodes), dtype=np.int64)
@@ -245,14 +270,31 @@ class Board:
         smaller = self._smaller_on(node, request)
         if not must <= smaller:
             return None
-        need = size - int(self.free[node]) - sum(count[key] for key in gone & on | must)
+        out = gone & on | must
         holders = sorted(smaller - gone - must)
-        found = _cheapest_set([(k, count[k], self.requests[k].price) for k in holders], need)
+        need = size - int(self.free[node]) - sum(count[key] for key in out)
+        if self.is_limited and request.needs:
+            lacks = [max(need, 0), *self._lacks(node, size, request, {k: count[k] for k in out})]
+            uses = [(count[k], *self.requests[k].needs.times(count[k])) for k in holders]
+            found = _cheapest_of(
+                [(k, use, self.requests[k].price) for k, use in zip(holders, uses, strict=True)],
+                tuple(lacks),
+            )
+        else:
+            found = _cheapest_set([(k, count[k], self.requests[k].price) for k in holders], need)
         if found is None:
             return None
         price, keys = found
         price += sum(self.requests[k].price for k in sorted(must - gone))
         return _Eviction(price, [node], {*keys, *must})
+
+    def _lacks(self, node: int, size: int, request: Request, out: Mapping[str, int]) -> list[int]:
+        """Return the CPUs and memory that a node lacks for a request once others are out (key: devices)."""
+        left = self.left[node]
+        for key, count in out.items():
+            left = left.plus(self.requests[key].needs.times(count))
+        wanted = request.needs.times(size)
+        return [max(need - has, 0) for need, has in zip(wanted, left, strict=True)]
 
     def _smaller_on(self, node: int, request: Request) -> set[str]:
         limit = request.shape.num_devices
@@ -327,6 +369,23 @@ def _cheapest_set(
             if missing > 0 and (left not in cheapest or total < cheapest[left][0]):
                 cheapest[left] = (total, (*keys, key))
     return cheapest.get(0)
+
+
+def _cheapest_of(
+    holders: Sequence[tuple[str, tuple[int, ...], float]], lacks: tuple[int, ...]
+) -> tuple[float, tuple[str, ...]] | None:
+    """Choose holders (key, amounts, price) that together have what is lacking, at the least total price.
+
+    As `_cheapest_set`, for several amounts at once.
+    """
+    cheapest: dict[tuple[int, ...], tuple[float, tuple[str, ...]]] = {lacks: (0.0, ())}
+    for key, amounts, cost in holders:
+        for missing, (price, keys) in sorted(cheapest.items()):
+            left = tuple(max(m - a, 0) for m, a in zip(missing, amounts, strict=True))
+            total = price + cost
+            if left != missing and (left not in cheapest or total < cheapest[left][0]):
+                cheapest[left] = (total, (*keys, key))
+    return cheapest.get((0,) * len(lacks))
 
 
 def _bits(node: Node) -> int:

@@ -29,8 +29,10 @@ def fewest_moves(
 
     The board must hold every request that could keep its devices. Returns None if the program is too large,
     is infeasible or finds nothing in time, or if a pending request is neither whole nodes nor a single
-    chunk.
+    chunk, or needs CPUs or memory that nodes may run short of.
     """
+    if board.is_limited and any(request.needs for request in pending):
+        return None
     size = board.node_size
     parts = [chunks(request.shape, size) for request in pending]
     for request, part in zip(pending, parts, strict=True):

@@ -8,6 +8,7 @@ moves more of them, but finds room for odd sizes. Kinds are independent of each 
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from jaxgoodput.cluster.scheduler.placement.amounts import NOTHING, needs_of
 from jaxgoodput.cluster.scheduler.placement.board import Board, Request
 from jaxgoodput.cluster.scheduler.placement.fewest_moves import fewest_moves
 from jaxgoodput.cluster.scheduler.placement.packing import JobParts, pack
@@ -100,6 +101,9 @@ def _request(
         )
     previous, keeps = _present(views, shape, kind_of) if keep else ({}, False)
     levels = [view.spec.level for view in views if view.spec.level is not None]
+    needs = NOTHING
+    for view in views:
+        needs = needs.plus(needs_of(view.spec))
     return Request(
         key=key,
         shape=shape,
@@ -107,6 +111,7 @@ def _request(
         previous=previous,
         keeps=keeps,
         level=levels[0] if levels and shape.num_nodes > 1 else None,
+        needs=needs,
     )
 
 
@@ -157,10 +162,11 @@ def _placed_anew(nodes: list[Node], requests: list[Request]) -> Board | None:
             sizes=its,
             domains=None if r.level is None else tuple(board.domain_ids(r.level).tolist()),
             own=frozenset(board.index[name] for name in r.previous if name in board.index),
+            needs=r.needs,
         )
         for r, its in zip(order, sizes, strict=True)
     ]
-    found = pack(board.free.tolist(), wanted)
+    found = pack(board.free.tolist(), wanted, board.left)
     if found is None:
         return None
     where = [dict(zip(its, size, strict=True)) for its, size in zip(found, sizes, strict=True)]

@@ -6,13 +6,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxgoodput.cluster.scheduler.constraints import offered_devices, within
-from jaxgoodput.cluster.scheduler.limits import Limit, counts, limits_of, per_device
+from jaxgoodput.cluster.scheduler.limits import (
+    Limit,
+    amount_limits,
+    counts,
+    limits_of,
+    per_device,
+)
 from jaxgoodput.cluster.scheduler.placement.placement import place
 from jaxgoodput.cluster.scheduler.policy import Decision, JobView
 from jaxgoodput.cluster.scheduler.shapes import (
     capacity,
     capacity_rows,
+    devices_in_words,
     goodput_matrix,
+    needs_reason,
     no_shape_reason,
     present_shapes,
     shape_in_words,
@@ -99,16 +107,24 @@ class ShapeProblem:
         devices = np.append(self.devices, 0)[self.present]
         kind = np.append(self.kind, -1)[self.present]
         for limit, counted, units in self.limits():
-            its = stays & counted
-            if (devices * np.append(units, 0.0)[kind])[its].sum() > limit.left + 1e-9:
+            its = stays & (counted > 0)
+            use = devices * np.append(units, 0.0)[kind] * counted
+            if use[its].sum() > limit.left + 1e-9:
                 stays &= ~its
         return np.where(stays, self.present, -1)
 
     def limits(self) -> list[tuple[Limit, np.ndarray, np.ndarray]]:
-        """Return each limit, with [jobs] whether a job counts and [kinds] how much of it a device uses up."""
+        """Return each limit, with [jobs] how far a job counts and [kinds] how much of it a device uses up.
+
+        A job uses the product for each device. If a limit is on tenants, a job counts (1) or not (0); if on
+        CPUs or memory, it counts with what it needs for each device.
+        """
         found = limits_of(self.cluster)
         counted = counts(found, [view.spec.tenant for view in self.jobs])
-        return list(zip(found, counted, per_device(found, self.kinds), strict=True))
+        limits = list(zip(found, counted, per_device(found, self.kinds), strict=True))
+        for limit, needs, kind in amount_limits(self.cluster, [view.spec for view in self.jobs]):
+            limits.append((limit, needs, np.array([k == kind for k in self.kinds], np.float64)))
+        return limits
 
     def sizes(self, job: int) -> list[int]:
         """Return the shapes that a job may have, the smallest first."""
@@ -243,7 +259,8 @@ class ShapeProblem:
         for row, view in enumerate(self.jobs):
             id_ = view.spec.id
             if id_ in allocations:
-                reasons[id_] = self._why(row, int(choice.shape[row]), allocations)
+                why = self._why(row, int(choice.shape[row]), allocations)
+                reasons[id_] = why + self._other_kind(row, int(choice.shape[row]), left)
             elif id_ in wanted:
                 said = shape_in_words(wanted[id_])
                 reasons[id_] = f"waits: {said} do not fit beside jobs that were placed before it"
@@ -274,10 +291,10 @@ class ShapeProblem:
         chosen = np.flatnonzero(choice.shape >= 0)
         for limit, counted, units in self.limits():
             use = units[self.kind] * self.devices
-            its = chosen[counted[chosen]]
-            left = limit.left - use[choice.shape[its]].sum()
+            left = limit.left - (use[choice.shape[chosen]] * counted[chosen]).sum()
             least = np.where(np.isnan(self.goodput), np.inf, use).min(1)
-            for job in np.flatnonzero(counted & (least > left + 1e-9)):
+            least = np.where(counted > 0, least * counted, -np.inf)
+            for job in np.flatnonzero(least > left + 1e-9):
                 found[job] = found[job] or limit
         return found
 
@@ -287,6 +304,8 @@ class ShapeProblem:
         if not sizes:
             # `reconcile` has taken out what held jobs and reservations use.
             free, offered = capacity(self.cluster), set(self.shapes)
+            if why := needs_reason(view, self.cluster):
+                return why
             status = "that are neither held nor reserved"
             return no_shape_reason(view, free, offered.__contains__, status=status)
         least, tenant = int(self.devices[sizes[0]]), view.spec.tenant
@@ -319,6 +338,14 @@ class ShapeProblem:
         if before >= 0 and goodput[before] > 0:
             return f"gets {said}: {goodput[shape] / goodput[before]:.2f} times its present goodput"
         return f"gets {said}"
+
+    def _other_kind(self, row: int, shape: int, left: Mapping[str, int]) -> str:
+        """Say how many devices of the kinds that a job prefers are free, if it gets another kind."""
+        preferred, kind = self.jobs[row].spec.preferred_kinds, self.shapes[shape].kind
+        if preferred is None or kind in preferred:
+            return ""
+        free = devices_in_words({name: left.get(name, 0) for name in preferred})
+        return f"; it would rather have {' or '.join(preferred)} ({free} free)"
 
     def _why_moved(self, left: Allocation, allocations: Mapping[str, Allocation]) -> str:
         """Explain why a job moves to other devices although its shape stays the same."""

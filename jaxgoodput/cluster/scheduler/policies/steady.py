@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxgoodput.cluster.scheduler.constraints import offered_devices, within
+from jaxgoodput.cluster.scheduler.placement.amounts import too_much
 from jaxgoodput.cluster.scheduler.policies.placeable import PlacedChoice
 from jaxgoodput.cluster.scheduler.policies.promises import Promises
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
@@ -122,19 +123,24 @@ def unchanged(
 
 
 def _still_there(problem: ShapeProblem, allocations: Mapping[str, Allocation]) -> bool:
-    """Return whether the cluster has all these devices, and no two jobs hold the same."""
+    """Return whether the cluster has all these devices and what they need, and no two jobs hold the same."""
     offered = offered_devices(problem.cluster, draining=True)
     places = [
         (name, i) for a in allocations.values() for name, its in a.devices.items() for i in its
     ]
-    return len(places) == len(set(places)) and all(within(a, offered) for a in allocations.values())
+    specs = {view.spec.id: view.spec for view in problem.jobs}
+    return (
+        len(places) == len(set(places))
+        and all(within(a, offered) for a in allocations.values())
+        and too_much(problem.cluster, specs, allocations) is None
+    )
 
 
 def _within_limits(problem: ShapeProblem) -> bool:
-    """Return whether the jobs that run stay within each limit on tenants."""
+    """Return whether the jobs that run stay within each limit."""
     shape = problem.present[problem.running]
     return all(
-        (units[problem.kind] * problem.devices)[shape][counted[problem.running]].sum()
+        ((units[problem.kind] * problem.devices)[shape] * counted[problem.running]).sum()
         <= limit.left + 1e-9
         for limit, counted, units in problem.limits()
     )
