@@ -281,7 +281,7 @@ def test_every_term_of_a_job_can_be_a_column_of_a_trace(tmp_path):
 
 def test_cpus_and_memory_limit_what_runs_together(tmp_path):
     """Four jobs of one device, of which the CPUs of the only node are enough for two, or for one."""
-    jobs = [job(str(i), duration_s=1000.0, cpus_per_device=4.0) for i in range(4)]
+    jobs = [job(str(i), num_devices=1, cpus_per_device=4.0) for i in range(4)]
     for text, ends in (("1x8", 1), ("1x8+8cpu", 2), ("1x8+7cpu", 4), ("1x8+100cpu+64gib", 1)):
         scenario = recorded_scenario("t", recorded(jobs, {}), f"gpu:{text}", None)
         found = result(scenario, "goodput")
