@@ -60,12 +60,7 @@ def _one_kind(jobs: Sequence[JobView], cluster: ClusterSpec, policy: str) -> str
             f"{policy} knows one kind of device only, but the cluster has {', '.join(kinds)}; "
             "use a heterogeneity-aware policy, or a cluster of one kind."
         )
-    needing = [view.spec.id for view in jobs if needs_of(view.spec)]
-    if needing and some_limited(cluster):
-        raise ValueError(
-            f"{policy} knows devices only, but job {needing[0]!r} needs CPUs or memory, which the nodes may "
-            "lack; use another policy, or leave these numbers out of the nodes."
-        )
+    _require_no_needs(jobs, cluster, policy)
     tenants = [tenant.name for tenant in cluster.tenants]
     for what, names in (("quotas", sorted(cluster.quota)), ("tenants", tenants)):
         if names:
@@ -74,6 +69,16 @@ def _one_kind(jobs: Sequence[JobView], cluster: ClusterSpec, policy: str) -> str
                 f"policy, or leave the {what} out."
             )
     return kinds[0] if kinds else None
+
+
+def _require_no_needs(jobs: Sequence[JobView], cluster: ClusterSpec, policy: str) -> None:
+    """Raise ValueError if a job needs CPUs or memory of nodes that may lack them."""
+    needing = [view.spec.id for view in jobs if needs_of(view.spec)]
+    if needing and some_limited(cluster):
+        raise ValueError(
+            f"{policy} knows devices only, but job {needing[0]!r} needs CPUs or memory, which the nodes may "
+            "lack; use another policy, or leave these numbers out of the nodes."
+        )
 
 
 def _arrival(jobs: Sequence[JobView]) -> list[JobView]:

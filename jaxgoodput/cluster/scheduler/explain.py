@@ -7,7 +7,7 @@ a plan was made with two more h200 and the job ran in it.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxgoodput.cluster.scheduler.alternatives import find_job
 from jaxgoodput.cluster.scheduler.constraints import constraints_of
@@ -129,13 +129,22 @@ class _Question:
 
     def with_spec(self, **changes) -> bool:
         """Return whether the job would run if these fields of its spec had other values."""
+        return self._runs(self._changed(changes), self.cluster)
 
-        def change(view: JobView) -> JobView:
-            if view.spec.id != self.job:
-                return view
-            return dataclasses.replace(view, spec=dataclasses.replace(view.spec, **changes))
+    def kinds_with(self, **changes) -> set[str]:
+        """Return the kinds of its devices if these fields of its spec had other values."""
+        return self.kinds_in(self._plan(self._changed(changes), self.cluster))
 
-        return self.with_jobs(change)
+    def kinds_in(self, plan: Plan) -> set[str]:
+        """Return the kinds of the devices that a plan gives the job."""
+        kind_of = {node.name: node.kind for node in self.cluster.nodes}
+        return {kind_of[name] for name in plan.allocations[self.job].devices}
+
+    def _changed(self, changes: Mapping[str, Any]) -> list[JobView]:
+        """Return the jobs if these fields of the job's spec had other values."""
+        view = self.view
+        other = dataclasses.replace(view, spec=dataclasses.replace(view.spec, **changes))
+        return [other if one is view else one for one in self.jobs]
 
     def with_jobs(self, change: Callable[[JobView], JobView]) -> bool:
         """Return whether the job would run if every job were replaced by `change(job)`."""
@@ -152,9 +161,11 @@ class _Question:
         )
 
     def _runs(self, jobs: Sequence[JobView], cluster: ClusterSpec) -> bool:
+        return bool(self._plan(jobs, cluster).allocations[self.job].devices)
+
+    def _plan(self, jobs: Sequence[JobView], cluster: ClusterSpec) -> Plan:
         asked = dataclasses.replace(cluster, changed_s=None)  # what it changes is news
-        plan = reconcile(jobs, asked, self.policy, self.now_s)
-        return bool(plan.allocations[self.job].devices)
+        return reconcile(jobs, asked, self.policy, self.now_s)
 
 
 class _Reason(NamedTuple):
@@ -175,11 +186,6 @@ def more_nodes(cluster: ClusterSpec, kind: str, count: int) -> tuple[Node, ...]:
     sizes = [size] * (count // size) + [count % size] * (count % size > 0)
     levels = {level for node in cluster.nodes for level in node.labels}
     names = {node.name for node in cluster.nodes}
-    like = max(
-        (node for node in cluster.nodes if node.kind == kind),
-        key=lambda node: node.num_devices,
-        default=None,
-    )
     prefix = f"more-{kind}"
     while any(name.startswith(prefix) for name in names):
         prefix += "-"
@@ -189,21 +195,19 @@ def more_nodes(cluster: ClusterSpec, kind: str, count: int) -> tuple[Node, ...]:
             kind=kind,
             num_devices=num,
             labels={level: prefix for level in levels},
-            **_amounts_like(like, num),
+            cpus=_as_elsewhere(cluster, kind, "cpus", num),
+            memory_gib=_as_elsewhere(cluster, kind, "memory_gib", num),
         )
         for i, num in enumerate(sizes)
     )
 
 
-def _amounts_like(like: Node | None, num_devices: int) -> dict[str, float | None]:
-    """Return the CPUs and memory of a new node: as much for each device as another node has."""
-    if like is None or not like.num_devices:
-        return {}
-    part = num_devices / like.num_devices
-    return {
-        name: None if has is None else has * part
-        for name, has in (("cpus", like.cpus), ("memory_gib", like.memory_gib))
-    }
+def _as_elsewhere(cluster: ClusterSpec, kind: str, name: str, num_devices: int) -> float | None:
+    """Return an amount for a new node: as much for each device as the largest node of the kind has."""
+    others = [node for node in cluster.nodes if node.kind == kind and node.num_devices]
+    like = max(others, key=lambda node: node.num_devices, default=None)
+    has = None if like is None else getattr(like, name)
+    return None if like is None or has is None else has * num_devices / like.num_devices
 
 
 def _explain_waiting(question: _Question, plan: Plan) -> Explanation:
@@ -213,8 +217,7 @@ def _explain_waiting(question: _Question, plan: Plan) -> Explanation:
         *_guarantees(question),
         *_reservation(question),
         *_kept_nodes(question, plan),
-        *(needs := _needs(question, plan)),
-        *(placement := [] if needs else _placement(question, plan)),
+        *(placement := _room(question, plan)),
         *_level(question),
         *_avoided_nodes(question),
         *_minimum_run_time(question),
@@ -222,7 +225,7 @@ def _explain_waiting(question: _Question, plan: Plan) -> Explanation:
     ]
     devices = _more_devices(question)
     either = " or ".join(f"{devices[kind]} more {kind}" for kind in sorted(devices))
-    if placement or needs:
+    if placement:
         reasons += _price_of_switching(question)
     elif devices and not _has_room(question, plan):
         said = f"all devices of kind {', '.join(sorted(devices))} that it could use are taken"
@@ -328,6 +331,11 @@ def _kept_nodes(question: _Question, plan: Plan) -> list[_Reason]:
     return []
 
 
+def _room(question: _Question, plan: Plan) -> list[_Reason]:
+    """Find out whether enough devices are free, but not what they need, or not together."""
+    return _needs(question, plan) or _placement(question, plan)
+
+
 def _needs(question: _Question, plan: Plan) -> list[_Reason]:
     """Find out whether the job would run on the devices that are free if it needed no CPUs and no memory."""
     view, cluster = question.view, question.cluster
@@ -348,6 +356,8 @@ def _needs(question: _Question, plan: Plan) -> list[_Reason]:
 def _fewer_needs(question: _Question) -> str:
     """Return the largest part of its needs, in eighths, with which the job would run; "" if none is."""
     spec = question.view.spec
+    if not needs_of(spec) or not some_limited(question.cluster):
+        return ""
     for eighths in range(7, -1, -1):
         fewer = {
             name: getattr(spec, name) * eighths / 8
@@ -509,30 +519,17 @@ def _utility(question: _Question, plan: Plan) -> _Reason:
 
 def _changes_for_other_kind(question: _Question, plan: Plan) -> tuple[str, ...]:
     """Return what would give a job that runs on another kind than it prefers a preferred one."""
-    view = question.view
-    preferred = set(view.spec.preferred_kinds or ())
-    kind_of = {node.name: node.kind for node in question.cluster.nodes}
-    if not preferred or preferred & {kind_of[n] for n in plan.allocations[question.job].devices}:
+    spec = question.view.spec
+    preferred = set(spec.preferred_kinds or ())
+    if not preferred or preferred & question.kinds_in(plan):
         return ()
-
-    def runs_there(preference: float) -> bool:
-        """Return whether the job would get a preferred kind at this price of its preference."""
-        spec = dataclasses.replace(view.spec, preference=preference)
-        changed = dataclasses.replace(view, spec=spec)
-        jobs = [changed if v is view else v for v in question.jobs]
-        asked = dataclasses.replace(question.cluster, changed_s=None)
-        found = reconcile(jobs, asked, question.policy, question.now_s)
-        return bool(preferred & {kind_of[n] for n in found.allocations[question.job].devices})
-
+    named = " or ".join(sorted(preferred))
     for factor in (2.0, 4.0, 16.0, 256.0):
-        if runs_there(view.spec.preference * factor):
-            return (
-                f"preference={view.spec.preference * factor:g} for {' or '.join(sorted(preferred))}",
-            )
-    kinds = tuple(sorted(preferred & set(view.spec.kinds or preferred)))
-    if kinds and question.with_spec(kinds=kinds):
-        return (f"allowing only {' or '.join(kinds)}",)
-    return ()
+        price = spec.preference * factor
+        if preferred & question.kinds_with(preference=price):
+            return (f"preference={price:g} for {named}",)
+    usable = tuple(sorted(preferred.intersection(spec.kinds or preferred)))
+    return (f"allowing only {named}",) if question.kinds_with(kinds=usable) else ()
 
 
 def _changes_for_refused(question: _Question) -> tuple[str, ...]:
@@ -544,14 +541,12 @@ def _changes_for_refused(question: _Question) -> tuple[str, ...]:
         "kinds": "allowing other kinds of devices",
         "level": f"no requirement of one {spec.level!r}",
     }
-    fewer = _fewer_needs(question) if needs_of(spec) and some_limited(cluster) else ""
     changes = [
         said
         for name, said in without.items()
         if getattr(spec, name) is not None and question.with_spec(**{name: None})
     ]
-    if fewer:
-        changes.append(fewer)
+    changes += filter(None, [_fewer_needs(question)])
     if smaller := _smaller_minimum(question):
         changes.append(f"min_devices={smaller}")
     up = tuple(dataclasses.replace(node, state="up") for node in cluster.nodes)

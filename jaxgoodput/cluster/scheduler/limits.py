@@ -100,12 +100,8 @@ def amount_limits(
         (PER_CPU, "CPUs", [spec.cpus_per_device for spec in specs]),
         (PER_GIB, "GiB of memory", [spec.memory_gib_per_device for spec in specs]),
     )
-    nodes: dict[str, list[Amounts]] = {}
-    for node in cluster.nodes:
-        if node.state == "up" and node.num_usable:
-            nodes.setdefault(node.kind, []).append(amounts_of(node))
     found = []
-    for kind, its in sorted(nodes.items()):
+    for kind, its in sorted(_amounts_by_kind(cluster).items()):
         for column, (per_unit, unit, needs) in enumerate(per_device):
             has = [amounts[column] for amounts in its]
             if max(has) < UNLIMITED and any(needs):
@@ -113,6 +109,15 @@ def amount_limits(
                 said = f"what the nodes of kind {kind} have, {left:g} {unit}"
                 limit = Limit(tenants=frozenset(), left=left, said=said)
                 found.append((limit, np.array(needs, np.float64), kind))
+    return found
+
+
+def _amounts_by_kind(cluster: ClusterSpec) -> dict[str, list[Amounts]]:
+    """Return what each node has that is up and has usable devices, by kind."""
+    found: dict[str, list[Amounts]] = {}
+    for node in cluster.nodes:
+        if node.state == "up" and node.num_usable:
+            found.setdefault(node.kind, []).append(amounts_of(node))
     return found
 
 

@@ -266,6 +266,12 @@ def check_decision(decision: Decision, views: Sequence[JobView], cluster: Cluste
         if wrong:
             raise _defect(policy, id_, wrong)
     _check_limits(decision, spec_of, cluster, policy)
+    _check_amounts(decision, spec_of, cluster, policy)
+
+
+def _check_amounts(
+    decision: Decision, spec_of: Mapping[str, JobSpec], cluster: ClusterSpec, policy: str
+):
     if (found := too_much(cluster, spec_of, decision.allocations)) is not None:
         name, has = found
         there = (id_ for id_, given in decision.allocations.items() if name in given.devices)

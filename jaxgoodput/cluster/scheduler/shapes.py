@@ -13,7 +13,7 @@ sufficient; `policies/placeable.py` then chooses again with what placing has fou
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -339,10 +339,10 @@ class Domains:
         sizes = chunks(shape, self._size[shape.kind])
         return any(holds(free, sizes) for free in self._free[key].get(shape.kind, ()))
 
-    def most(self, kind: str, needs: Amounts) -> int:
-        """Return the most devices of one node of a kind that a job with these needs could use."""
-        alone = (usable(node, needs) for node in self._nodes if node.kind == kind)
-        return max(alone, default=0)
+    def fitting(self, shapes: Iterable[Shape], spec: JobSpec) -> list[Shape]:
+        """Return the shapes that a job may take and that fit if no other job is there."""
+        needs = needs_of(spec)
+        return [s for s in shapes if takes(spec, s) and self.fits(s, spec.level, needs)]
 
     def _by_kind(self, level: str | None, needs: Amounts) -> dict[str, set[tuple[int, ...]]]:
         """Return, by kind, the usable devices of each domain's nodes; equal domains once."""
@@ -428,16 +428,23 @@ def needs_reason(view: JobView, cluster: ClusterSpec) -> str | None:
     without = replace(spec, cpus_per_device=0.0, memory_gib_per_device=0.0)
     domains = Domains(cluster)
     known = view.goodput or own_shapes(cluster, without)
-    fits = [s for s in known if takes(spec, s) and domains.fits(s, spec.level)]
-    if not fits or any(domains.fits(s, spec.level, needs) for s in fits):
+    fits = domains.fitting(known, without)
+    if not fits or domains.fitting(fits, spec):
         return None
-    least, kinds = min(s.num_devices for s in fits), {s.kind for s in fits}
-    nodes = (n for n in cluster.nodes if n.state == "up" and n.kind in kinds)
-    best = max(nodes, key=lambda n: (usable(n, needs), n.num_usable))
+    best, least = (
+        _most_usable(cluster, needs, {s.kind for s in fits}),
+        min(s.num_devices for s in fits),
+    )
     return (
         f"it needs {needed_in_words(needs)}, for at least {count(least, 'device')}; node {best.name!r} has "
         f"{in_words(amounts_of(best), needs)}, enough for {usable(best, needs)}, and others are no better"
     )
+
+
+def _most_usable(cluster: ClusterSpec, needs: Amounts, kinds: Collection[str]) -> Node:
+    """Return the node of these kinds of which a job with these needs could use most devices."""
+    nodes = (node for node in cluster.nodes if node.state == "up" and node.kind in kinds)
+    return max(nodes, key=lambda node: (usable(node, needs), node.num_usable))
 
 
 def shape_in_words(shape: Shape) -> str:

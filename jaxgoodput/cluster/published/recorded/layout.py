@@ -105,9 +105,9 @@ class TraceLayout:
     """Devices of a job; parts of one are rounded up."""
     kinds: Callable[[Cells], tuple[str, ...]] | None = None
     """Kinds of device that a job may use; empty: all."""
-    cpus: Callable[[Cells], float] | None = None
+    cpus: Callable[[Cells], float] = field(default=lambda _: 0.0)
     """CPUs of a job on all nodes together; 0: unknown."""
-    memory_gib: Callable[[Cells], float] | None = None
+    memory_gib: Callable[[Cells], float] = field(default=lambda _: 0.0)
     """Main memory of a job on all nodes together, in GiB; 0: unknown."""
     left_out: Callable[[Cells], str | None] = field(default=lambda _: None)
     """Reason for which a row is no job; None if it is one."""
@@ -155,8 +155,11 @@ def columns_layout(
             needs=tuple(name for name in (devices, kind, cpu, memory) if name is not None),
             devices=devices_in(devices),
             kinds=None if kind is None else kinds_in(kind),
-            cpus=None if cpu is None else devices_in(cpu),
-            memory_gib=None if memory is None else devices_in(memory),
+            **{
+                name: devices_in(column)
+                for name, column in (("cpus", cpu), ("memory_gib", memory))
+                if column is not None
+            },
         )
     except ValueError as error:
         raise ValueError(f"--columns {text!r}: {error}") from error

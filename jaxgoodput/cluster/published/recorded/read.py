@@ -126,8 +126,8 @@ def _job(cells: Cells, layout: TraceLayout) -> tuple[TraceJob | str, bool]:
         duration_s=ran_s,
         tenant=texts.get("tenant", texts.get("user", "default")),
         kinds=kinds or None,
-        cpus_per_device=(layout.cpus(cells) if layout.cpus else 0.0) / count,
-        memory_gib_per_device=(layout.memory_gib(cells) if layout.memory_gib else 0.0) / count,
+        cpus_per_device=layout.cpus(cells) / count,
+        memory_gib_per_device=layout.memory_gib(cells) / count,
         **_terms(texts, columns),
     )
     return job, devices != count

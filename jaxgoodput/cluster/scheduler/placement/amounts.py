@@ -5,7 +5,7 @@ CPU and MiB, so that sums are exact: what jobs need is rounded up, what nodes ha
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -91,6 +91,12 @@ def amounts_of(node: Node) -> Amounts:
     return Amounts(whole(node.cpus, PER_CPU), whole(node.memory_gib, PER_GIB))
 
 
+def amounts_of_all(nodes: Sequence[Node]) -> list[Amounts]:
+    """Return what each node has for jobs."""
+    # Thousands of nodes without such numbers are the common case.
+    return [amounts_of(n) for n in nodes] if any(map(is_limited, nodes)) else [PLENTY] * len(nodes)
+
+
 def some_limited(cluster: ClusterSpec) -> bool:
     """Return whether any node may run short of CPUs or memory."""
     return any(map(is_limited, cluster.nodes))
@@ -101,6 +107,14 @@ def usable(node: Node, needs: Amounts) -> int:
     if not needs or not is_limited(node):
         return node.num_usable
     return amounts_of(node).devices(needs, node.num_usable)
+
+
+def needs_together(specs: Iterable[JobTerms]) -> Amounts:
+    """Return what jobs that share devices need for each."""
+    total = NOTHING
+    for spec in specs:
+        total = total.plus(needs_of(spec))
+    return total
 
 
 def used_by_node(

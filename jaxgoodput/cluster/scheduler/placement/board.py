@@ -14,9 +14,8 @@ import numpy as np
 
 from jaxgoodput.cluster.scheduler.placement.amounts import (
     NOTHING,
-    PLENTY,
     Amounts,
-    amounts_of,
+    amounts_of_all,
     is_limited,
 )
 from jaxgoodput.cluster.scheduler.shapes import chunks, domain_of
@@ -63,7 +62,7 @@ class Board:
         self.requests: dict[str, Request] = {}
         self.is_limited = any(map(is_limited, nodes))
         # CPUs and memory that are left on each node.
-        self.left = [amounts_of(n) for n in nodes] if self.is_limited else [PLENTY] * len(nodes)
+        self.left = amounts_of_all(nodes)
         self._exclusive = one_multi_node_job_per_node
         self._networked = np.zeros(len(nodes), dtype=bool)
         self._domains: dict[str, np.ndarray] = {}
@@ -273,28 +272,38 @@ class Board:
         out = gone & on | must
         holders = sorted(smaller - gone - must)
         need = size - int(self.free[node]) - sum(count[key] for key in out)
-        if self.is_limited and request.needs:
-            lacks = [max(need, 0), *self._lacks(node, size, request, {k: count[k] for k in out})]
-            uses = [(count[k], *self.requests[k].needs.times(count[k])) for k in holders]
-            found = _cheapest_of(
-                [(k, use, self.requests[k].price) for k, use in zip(holders, uses, strict=True)],
-                tuple(lacks),
-            )
-        else:
-            found = _cheapest_set([(k, count[k], self.requests[k].price) for k in holders], need)
+        found = self._cheapest_holders(node, size, request, count, (need, out, holders))
         if found is None:
             return None
         price, keys = found
         price += sum(self.requests[k].price for k in sorted(must - gone))
         return _Eviction(price, [node], {*keys, *must})
 
-    def _lacks(self, node: int, size: int, request: Request, out: Mapping[str, int]) -> list[int]:
-        """Return the CPUs and memory that a node lacks for a request once others are out (key: devices)."""
+    def _cheapest_holders(
+        self,
+        node: int,
+        size: int,
+        request: Request,
+        count: Mapping[str, int],
+        known: tuple[int, set[str], list[str]],
+    ) -> tuple[float, tuple[str, ...]] | None:
+        """Choose holders whose devices, CPUs and memory are enough for a request, at the least price.
+
+        `count`: devices of each request on the node; `known`: devices that are missing, requests that leave
+        anyway, and those that may.
+        """
+        need, out, holders = known
+        prices = [self.requests[key].price for key in holders]
+        if not (self.is_limited and request.needs):
+            counts = [count[key] for key in holders]
+            return _cheapest_set(list(zip(holders, counts, prices, strict=True)), need)
         left = self.left[node]
-        for key, count in out.items():
-            left = left.plus(self.requests[key].needs.times(count))
+        for key in out:
+            left = left.plus(self.requests[key].needs.times(count[key]))
         wanted = request.needs.times(size)
-        return [max(need - has, 0) for need, has in zip(wanted, left, strict=True)]
+        lacks = (max(need, 0), *(max(w - has, 0) for w, has in zip(wanted, left, strict=True)))
+        uses = [(count[key], *self.requests[key].needs.times(count[key])) for key in holders]
+        return _cheapest_of(list(zip(holders, uses, prices, strict=True)), lacks)
 
     def _smaller_on(self, node: int, request: Request) -> set[str]:
         limit = request.shape.num_devices

@@ -114,15 +114,18 @@ class _Search:
             and node not in mine
             and (job.domains is None or not mine or job.domains[node] == job.domains[mine[0]])
         ]
-        if self._left is not None and job.needs:
-            needed = job.needs.times(size)
-            fits = [node for node in fits if self._left[node].holds(needed)]
+        fits = self._with_needs(fits, job.needs.times(size))
         fits.sort(key=lambda node: (node not in job.own, self._free[node], node))
         if index < self._alike_from:
             return fits
-        left = self._left
-        alike = {
-            (self._free[node], None if left is None else left[node]): node
-            for node in reversed(fits)
-        }
-        return list(alike.values())[::-1]
+        return list({self._state(node): node for node in reversed(fits)}.values())[::-1]
+
+    def _with_needs(self, nodes: list[int], needed: Amounts) -> list[int]:
+        """Return the nodes that have as many CPUs and as much memory left as a part needs."""
+        if self._left is None or not needed:
+            return nodes
+        return [node for node in nodes if self._left[node].holds(needed)]
+
+    def _state(self, node: int) -> tuple[int, Amounts | None]:
+        """Return what is left of a node; nodes of which the same is left are alike."""
+        return self._free[node], None if self._left is None else self._left[node]

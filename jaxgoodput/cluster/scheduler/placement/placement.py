@@ -6,9 +6,10 @@ devices, and the rest fits around them. Then small jobs give way greedily. Then 
 moves more of them, but finds room for odd sizes. Kinds are independent of each other.
 """
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxgoodput.cluster.scheduler.placement.amounts import NOTHING, needs_of
+from jaxgoodput.cluster.scheduler.placement.amounts import needs_together
 from jaxgoodput.cluster.scheduler.placement.board import Board, Request
 from jaxgoodput.cluster.scheduler.placement.fewest_moves import fewest_moves
 from jaxgoodput.cluster.scheduler.placement.packing import JobParts, pack
@@ -101,9 +102,6 @@ def _request(
         )
     previous, keeps = _present(views, shape, kind_of) if keep else ({}, False)
     levels = [view.spec.level for view in views if view.spec.level is not None]
-    needs = NOTHING
-    for view in views:
-        needs = needs.plus(needs_of(view.spec))
     return Request(
         key=key,
         shape=shape,
@@ -111,7 +109,7 @@ def _request(
         previous=previous,
         keeps=keeps,
         level=levels[0] if levels and shape.num_nodes > 1 else None,
-        needs=needs,
+        needs=needs_together(map(operator.attrgetter("spec"), views)),
     )
 
 

@@ -25,11 +25,11 @@ from jaxgoodput.cluster.scheduler.constraints import (
 )
 from jaxgoodput.cluster.scheduler.limits import use_by_tenant
 from jaxgoodput.cluster.scheduler.placement.amounts import (
-    NOTHING,
     PLENTY,
     UNLIMITED,
     amounts_of,
     needs_of,
+    needs_together,
     some_limited,
     too_much,
     used_by_node,
@@ -41,7 +41,7 @@ from jaxgoodput.cluster.scheduler.shapes import allowed, chunks, domain_of, node
 from jaxgoodput.cluster.scheduler.solve.assignment import Choice
 from jaxgoodput.cluster.scheduler.solve.by_node import solve_by_node
 from jaxgoodput.cluster.scheduler.solve.joint import Area, JointProblem, solve_jointly
-from jaxgoodput.specs import Allocation, Shape
+from jaxgoodput.specs import Allocation, Node, Shape
 
 LARGEST = 1_500  # pairs of a job and a shape in the program with nodes: tenths of a second
 FEW_PROMISES = 64  # that are tried one after the other if they do not all fit together
@@ -205,9 +205,7 @@ def _limited_amounts(problem: ShapeProblem) -> list[int]:
     """Return which amounts (CPUs 0, memory 1) jobs need and nodes may run short of."""
     if not some_limited(problem.cluster):
         return []
-    total = NOTHING
-    for view in problem.jobs:
-        total = total.plus(needs_of(view.spec))
+    total = needs_together(view.spec for view in problem.jobs)
     has = [amounts_of(node) for node in problem.cluster.nodes]
     return [at for at in range(len(total)) if total[at] and min(one[at] for one in has) < UNLIMITED]
 
@@ -220,6 +218,12 @@ def _numbers(problem: ShapeProblem, level: str) -> dict[str, int]:
     }
 
 
+def _room_of(node: Node, limited: Sequence[int]) -> tuple[int, ...]:
+    """Return the usable devices of a node, and what it has of the amounts that count."""
+    has = amounts_of(node) if limited else PLENTY
+    return node.num_usable, *(has[at] for at in limited)
+
+
 def _areas(problem: ShapeProblem, levels: Sequence[str], limited: Sequence[int]) -> list[Area]:
     """Return the nodes of the cluster, equal ones together; `limited`: amounts that count."""
     names = [_numbers(problem, level) for level in levels]
@@ -230,8 +234,7 @@ def _areas(problem: ShapeProblem, levels: Sequence[str], limited: Sequence[int])
             where = tuple(
                 ids[domain_of(node, level)] for level, ids in zip(levels, names, strict=True)
             )
-            has = amounts_of(node) if limited else PLENTY
-            key = kinds[node.kind], where, (node.num_usable, *(has[at] for at in limited))
+            key = kinds[node.kind], where, _room_of(node, limited)
             count[key] = count.get(key, 0) + 1
     return [Area(*key, number) for key, number in sorted(count.items())]
 

@@ -17,9 +17,10 @@ import numpy as np
 
 from jaxgoodput.cluster.scheduler.solve.joint import (
     LARGEST,
+    Area,
     JointProblem,
     JointSelection,
-    Program,
+    NodeProgram,
     add_items,
     selection,
 )
@@ -32,45 +33,53 @@ def solve_by_node(
     nodes = [area for area in problem.areas for _ in range(area.number)]
     if len(nodes) * sum(len(set(parts)) for parts in problem.parts) > LARGEST:
         return None
-    program = Program()
+    program = NodeProgram()
     taken = add_items(program, problem)
     use: list[list[list[tuple[int, float]]]] = [[[] for _ in node.room] for node in nodes]
     for item, x in enumerate(taken):
-        there = [n for n, node in enumerate(nodes) if node.kind == problem.kind[item]]
-        on = _add_parts(program, problem, item, x, there, use)
-        if problem.level[item] >= 0 and len(problem.parts[item]) > 1:
-            where = {n: nodes[n].domains[problem.level[item]] for n in there}
-            _keep_together(program, x, on, where)
-    for node, terms in zip(nodes, use, strict=True):
-        for amount, its in zip(node.room, terms, strict=True):
-            program.row(its, -np.inf, float(amount))
+        on = _add_parts(program, problem, item, x, nodes, use)
+        if problem.level[item] >= 0:
+            level = problem.level[item]
+            _keep_together(program, x, on, {n: nodes[n].domains[level] for n in on})
+    _keep_to_room(program, nodes, use)
     return selection(program, problem, taken, relative_gap, time_limit_s)
 
 
+def _keep_to_room(
+    program: NodeProgram, nodes: list[Area], use: list[list[list[tuple[int, float]]]]
+) -> None:
+    """Demand that what parts use of each node is there; `use`: by node and amount."""
+    for node, terms in zip(nodes, use, strict=True):
+        for amount, its in zip(node.room, terms, strict=True):
+            program.row(its, -np.inf, float(amount))
+
+
 def _add_parts(
-    program: Program,
+    program: NodeProgram,
     problem: JointProblem,
     item: int,
     x: int,
-    there: list[int],
+    nodes: list[Area],
     use: list[list[list[tuple[int, float]]]],
 ) -> dict[int, list[int]]:
     """Add the parts of an item on the nodes of its kind, and what they use; return them by node."""
-    on: dict[int, list[int]] = {n: [] for n in there}
+    on: dict[int, list[int]] = {
+        n: [] for n, node in enumerate(nodes) if node.kind == problem.kind[item]
+    }
     for part, count in Counter(problem.parts[item]).items():
-        placed = {n: program.variable(0.0, 1.0) for n in there}
-        program.row([*((y, 1.0) for y in placed.values()), (x, -float(count))], 0.0, 0.0)
-        for n, y in placed.items():
+        placed = [program.variable(0.0, 1.0) for _ in on]
+        program.row([*zip(placed, [1.0] * len(placed), strict=True), (x, -float(count))], 0.0, 0.0)
+        for n, y in zip(on, placed, strict=True):
             on[n].append(y)
             for amount, need in enumerate(part):
                 if need:
                     use[n][amount].append((y, float(need)))
     for its in on.values():
-        program.row([*((y, 1.0) for y in its), (x, -1.0)], -np.inf, 0.0)
+        program.row([*zip(its, [1.0] * len(its), strict=True), (x, -1.0)], -np.inf, 0.0)
     return on
 
 
-def _keep_together(program: Program, x: int, on: dict[int, list[int]], where: dict[int, int]):
+def _keep_together(program: NodeProgram, x: int, on: dict[int, list[int]], where: dict[int, int]):
     """Demand that all parts of an item lie on nodes of one domain; `where`: the domain of each node."""
     domains = {domain: program.variable(0.0, 1.0) for domain in sorted(set(where.values()))}
     program.row([*((d, 1.0) for d in domains.values()), (x, -1.0)], 0.0, 0.0)

@@ -85,7 +85,7 @@ def solve_jointly(
     problem: JointProblem, relative_gap: float, time_limit_s: float
 ) -> JointSelection | None:
     """Return a choice that the nodes hold; None if the program is too large, infeasible or out of time."""
-    program = Program()
+    program = NodeProgram()
     taken = add_items(program, problem)
     for kind in np.unique(problem.kind).tolist():
         items = np.flatnonzero(problem.kind == kind).tolist()
@@ -97,7 +97,7 @@ def solve_jointly(
     return selection(program, problem, taken, relative_gap, time_limit_s)
 
 
-def add_items(program: "Program", problem: JointProblem) -> list[int]:
+def add_items(program: "NodeProgram", problem: JointProblem) -> list[int]:
     """Add a variable for each item, with the rules on what a job takes and on limits; return them."""
     taken = [program.variable(value, 1.0) for value in problem.value]
     for job, items in _groups(problem.job.tolist()).items():
@@ -110,7 +110,7 @@ def add_items(program: "Program", problem: JointProblem) -> list[int]:
 
 
 def selection(
-    program: "Program",
+    program: "NodeProgram",
     problem: JointProblem,
     taken: Sequence[int],
     relative_gap: float,
@@ -128,7 +128,7 @@ def selection(
 
 
 def _add_nodes(
-    program: "Program",
+    program: "NodeProgram",
     problem: JointProblem,
     items: list[int],
     areas: list[Area],
@@ -242,7 +242,7 @@ def _groups(keys) -> dict:
     return dict(found)
 
 
-class Program:
+class NodeProgram:
     """A mixed integer program that grows variable by variable and row by row."""
 
     def __init__(self):
