@@ -292,6 +292,18 @@ def _hold(domains: "Domains", shapes: Sequence[Shape], level: str) -> Bool[np.nd
     return np.fromiter(held, bool, len(shapes))
 
 
+def fitting(
+    jobs: Sequence[JobView], shapes: Sequence[Shape], cluster: ClusterSpec
+) -> Bool[np.ndarray, "jobs shapes"]:
+    """Return which shapes would fit if each job were alone on a cluster, such as one of free devices only.
+
+    Beside `allowed`, this heeds on which nodes devices are free.
+    """
+    mask = allowed(jobs, shapes)
+    _forbid_misfits(mask, Domains(cluster), range(len(jobs)), jobs, shapes)
+    return mask
+
+
 def _forbid_by_needs(
     mask: Bool[np.ndarray, "jobs shapes"],
     domains: "Domains",
@@ -299,14 +311,25 @@ def _forbid_by_needs(
     shapes: Sequence[Shape],
 ) -> None:
     """Forbid, in place, shapes for which no nodes have the CPUs and the memory that a job needs."""
+    rows = [row for row, view in enumerate(jobs) if needs_of(view.spec)]
+    _forbid_misfits(mask, domains, rows, jobs, shapes)
+
+
+def _forbid_misfits(
+    mask: Bool[np.ndarray, "jobs shapes"],
+    domains: "Domains",
+    rows: Iterable[int],
+    jobs: Sequence[JobView],
+    shapes: Sequence[Shape],
+) -> None:
+    """Forbid, in place, shapes of the jobs in `rows` that the nodes of no domain hold."""
     held: dict[tuple[str | None, Amounts], np.ndarray] = {}
-    for row, view in enumerate(jobs):
-        if needs := needs_of(view.spec):
-            key = view.spec.level, needs
-            if key not in held:
-                fits = (domains.fits(shape, *key) for shape in shapes)
-                held[key] = np.fromiter(fits, bool, len(shapes))
-            mask[row] &= held[key]
+    for row in rows:
+        key = jobs[row].spec.level, needs_of(jobs[row].spec)
+        if key not in held:
+            fits = (domains.fits(shape, *key) for shape in shapes)
+            held[key] = np.fromiter(fits, bool, len(shapes))
+        mask[row] &= held[key]
 
 
 def domain_of(node: Node, level: str) -> str:

@@ -287,6 +287,8 @@ def test_cpus_and_memory_limit_what_runs_together(tmp_path):
         found = result(scenario, "goodput")
         last_s = max(one.finish_s for one in found.jobs)
         assert last_s == pytest.approx(1000.0 * ends, rel=0.2), text
+    with pytest.raises(ValueError, match="--policy tiresias: does not support CPUs and memory"):
+        result(scenario, "tiresias")
     none = recorded_scenario("t", recorded([*jobs, job("x")], {}), "gpu:1x8+3cpu", None)
     assert [j.id for j in none.jobs] == ["x"]
     assert "4 in need of more CPUs or memory than the nodes have" in none.remarks[0]

@@ -37,7 +37,13 @@ from jaxgoodput.cluster.scheduler.placement.amounts import (
 from jaxgoodput.cluster.scheduler.placement.placement import place
 from jaxgoodput.cluster.scheduler.policies.promises import Promises
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
-from jaxgoodput.cluster.scheduler.shapes import allowed, chunks, domain_of, node_size
+from jaxgoodput.cluster.scheduler.shapes import (
+    allowed,
+    chunks,
+    domain_of,
+    fitting,
+    node_size,
+)
 from jaxgoodput.cluster.scheduler.solve.assignment import Choice
 from jaxgoodput.cluster.scheduler.solve.by_node import solve_by_node
 from jaxgoodput.cluster.scheduler.solve.joint import Area, JointProblem, solve_jointly
@@ -280,8 +286,38 @@ def _chosen_in_turn(
                 shape[row[id_]] = choice.shape[row[id_]]
             else:
                 _forbid(open_, problem, row[id_], its)
+    _fill_up(problem, utility, shape, allocations, rules)
     bound = first.choice.bound
     return PlacedChoice(_as_choice(utility, shape, bound, first.choice), allocations)
+
+
+def _fill_up(
+    problem: ShapeProblem,
+    utility: np.ndarray,
+    shape: np.ndarray,
+    allocations: dict[str, Allocation],
+    rules: PlacingRules,
+):
+    """Start, in place, jobs that wait although one of their shapes fits onto what is free.
+
+    A shape that did not fit once may do so later, because jobs that were in its way moved on.
+    """
+    row = {view.spec.id: i for i, view in enumerate(problem.jobs)}
+    for _ in range(MOST_ROUNDS):
+        rest = _without(problem, allocations)
+        fits = fitting(problem.jobs, problem.shapes, rest.cluster) & (shape < 0)[:, None]
+        open_ = np.where(fits, utility, np.nan)
+        if not (open_ > 0.0).any():
+            break
+        choice = rest.choose(
+            open_, relative_gap=rules.relative_gap, time_limit_s=rules.time_limit_s
+        )
+        placed = place(problem.wanted(choice), problem.jobs, rest.cluster)
+        if not placed:  # limits of tenants are in the way
+            break
+        allocations |= placed
+        for id_ in placed:
+            shape[row[id_]] = choice.shape[row[id_]]
 
 
 def _forbid(utility: np.ndarray, problem: ShapeProblem, job: int, shape: Shape):
