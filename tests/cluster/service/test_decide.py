@@ -264,6 +264,7 @@ def test_cpus_memory_and_preferred_kinds_are_kept_and_explained():
     found = {job.id: job for job in decide(read_request(json.dumps(body))).jobs}
     assert [set(found[f"j{i}"].allocation) for i in range(3)].count({"b0"}) == 2
     assert sum("would rather have b" in job.reason for job in found.values()) == 1
+    assert "2 a on 1 node with 8 CPUs and 10 GiB of memory per device" in found["large"].reason
     # Two jobs leave 4 of 20 CPUs, one leaves 12; the last job needs 16.
     why = found["large"].explanation
     assert why is not None and why.constraint == "needs"

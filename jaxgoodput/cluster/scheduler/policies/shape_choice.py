@@ -13,6 +13,7 @@ from jaxgoodput.cluster.scheduler.limits import (
     limits_of,
     per_device,
 )
+from jaxgoodput.cluster.scheduler.placement.amounts import needed_in_words, needs_of
 from jaxgoodput.cluster.scheduler.placement.placement import place
 from jaxgoodput.cluster.scheduler.policy import Decision, JobView
 from jaxgoodput.cluster.scheduler.shapes import (
@@ -207,7 +208,7 @@ class ShapeProblem:
         ]
         more = np.flatnonzero(~np.array(plain, bool))
         quotas = [
-            Quota(jobs=counted, limit=limit.left, per_device=None if limit.price is None else units)
+            Quota(jobs=counted, limit=limit.left, per_device=units)
             for limit, counted, units in self.limits()
         ]
         return allocate(
@@ -318,9 +319,11 @@ class ShapeProblem:
         if left[kind] >= capacity(self.cluster).get(kind, 0):
             return "the policy leaves the devices idle that it could have"
         if left[kind] >= least:
+            needs = needs_of(view.spec)
+            beside = f" with {needed_in_words(needs)}" if needs else ""
             return (
                 f"{left[kind]} devices of kind {kind} are free, but not together as "
-                f"{shape_in_words(self.shapes[sizes[0]])}, and making room would cost others more"
+                f"{shape_in_words(self.shapes[sizes[0]])}{beside}, and making room would cost others more"
             )
         return "other jobs make better use of every device that it could have"
 

@@ -41,6 +41,7 @@ def patient():
 NODES = st.lists(
     st.fixed_dictionaries(
         {
+            "kind": st.sampled_from(["a", "a", "b"]),
             "num_devices": st.sampled_from([2, 4, 8]),
             "cpus": st.sampled_from([None, 4.0, 10.0, 32.0, 64.5]),
             "memory_gib": st.sampled_from([None, 16.0, 100.0, 256.0]),
@@ -56,7 +57,7 @@ JOBS = st.lists(
             "more": st.sampled_from([0, 0, 1, 4]),
             "cpus_per_device": st.sampled_from([0.0, 0.5, 1.0, 4.0, 6.3, 12.0]),
             "memory_gib_per_device": st.sampled_from([0.0, 8.0, 30.0]),
-            "power": st.sampled_from([0.3, 0.7, 1.0]),
+            "preferred_kinds": st.sampled_from([None, ("a",), ("b",)]),
         }
     ),
     min_size=1,
@@ -65,14 +66,16 @@ JOBS = st.lists(
 
 
 def cluster_of(nodes: list[dict]) -> ClusterSpec:
-    return ClusterSpec(nodes=tuple(Node(name=f"n{i}", kind="a", **n) for i, n in enumerate(nodes)))
+    return ClusterSpec(
+        nodes=tuple(Node(**{"name": f"n{i}", "kind": "a", **n}) for i, n in enumerate(nodes))
+    )
 
 
 def views_of(jobs: list[dict], first: int = 0) -> list[JobView]:
     views = []
     for i, job in enumerate(jobs):
         its = dict(job)
-        more, _ = its.pop("more"), its.pop("power")
+        more = its.pop("more")
         spec = JobSpec(
             id=f"j{first + i}", mode="elastic", max_devices=its["min_devices"] + more, **its
         )
@@ -94,10 +97,13 @@ def room(cluster: ClusterSpec, views: list[JobView], plan: Plan) -> dict[str, li
     return left
 
 
-def could_start(view: JobView, shape: Shape, left: dict[str, list[float]], size: int) -> bool:
+def could_start(
+    view: JobView, shape: Shape, left: dict[str, list[float]], cluster: ClusterSpec
+) -> bool:
     """Whether the parts of a shape fit on different nodes beside what is there."""
-    parts = chunks(shape, size)
-    for where in itertools.permutations(left, len(parts)):
+    parts = chunks(shape, node_size(cluster)[shape.kind])
+    there = [node.name for node in cluster.nodes if node.kind == shape.kind]
+    for where in itertools.permutations(there, len(parts)):
         if all(
             left[name][0] >= part
             and all(
@@ -114,7 +120,6 @@ def check(cluster: ClusterSpec, views: list[JobView], plan: Plan) -> None:
     left = room(cluster, views, plan)
     for name, its in left.items():
         assert min(its) >= -1e-6, (name, its)
-    size = node_size(cluster)["a"]
     for view in views:
         if plan.allocations[view.spec.id].devices or plan.reasons[view.spec.id].startswith(
             "refused"
@@ -122,7 +127,7 @@ def check(cluster: ClusterSpec, views: list[JobView], plan: Plan) -> None:
             continue
         offered = ShapeProblem.of([Priors(cluster).with_table(view)], cluster, 0.0)
         for column in offered.sizes(0):
-            assert not could_start(view, offered.shapes[column], left, size), view.spec
+            assert not could_start(view, offered.shapes[column], left, cluster), view.spec
 
 
 @pytest.mark.parametrize("programs", [True, False], ids=["exact", "in turn"])
@@ -145,7 +150,7 @@ def check_twice(nodes: list[dict], jobs: list[dict], later: list[dict]) -> None:
             view,
             allocation=given,
             since_s=0.0 if given.devices else None,
-            received_s={"a": 5000.0 * given.num_devices},
+            received_s={"any": 5000.0 * given.num_devices},
         )
         for view in views
         if (given := plan.allocations[view.spec.id]) is not None
@@ -188,10 +193,9 @@ def test_a_job_waits_for_ever_only_if_it_is_refused_at_once(nodes, jobs):
             n.name: [n.num_devices, *(ENOUGH if x is None else x for x in (n.cpus, n.memory_gib))]
             for n in cluster.nodes
         }
-        size = node_size(cluster)["a"]
         table = Priors(cluster).with_table(view).goodput
         fits = any(
-            could_start(view, shape, empty, size)
+            could_start(view, shape, empty, cluster)
             for shape in table
             if view.spec.min_devices <= shape.num_devices <= view.spec.max_devices
         )
