@@ -64,7 +64,7 @@ PLENTY = Amounts(UNLIMITED, UNLIMITED)
 
 
 def needs_of(spec: JobTerms) -> Amounts:
-    """Return what a job needs for each device."""
+    """Return what a job needs for each device; `NOTHING` itself if that is nothing."""
     if not (spec.cpus_per_device or spec.memory_gib_per_device):
         return NOTHING
     return Amounts(
@@ -113,7 +113,8 @@ def needs_together(specs: Iterable[JobTerms]) -> Amounts:
     """Return what jobs that share devices need for each."""
     total = NOTHING
     for spec in specs:
-        total = total.plus(needs_of(spec))
+        if (needs := needs_of(spec)) is not NOTHING:
+            total = total.plus(needs)
     return total
 
 
@@ -123,7 +124,7 @@ def used_by_node(
     """Return, by node, what jobs use together; both arguments are by job id."""
     used: dict[str, Amounts] = {}
     for id_, allocation in allocations.items():
-        if needs := needs_of(specs[id_]):
+        if (needs := needs_of(specs[id_])) is not NOTHING:
             for name, local in allocation.devices.items():
                 used[name] = used.get(name, NOTHING).plus(needs.times(len(local)))
     return used

@@ -75,7 +75,7 @@ class Board:
             if self.up[node]:
                 self.free[node] -= taken.bit_count()
             self.on[node].add(request.key)
-            if request.needs:
+            if self.is_limited:
                 self.left[node] = self.left[node].minus(request.needs.times(taken.bit_count()))
             if len(bits) > 1:
                 self._networked[node] = True
@@ -87,7 +87,7 @@ class Board:
         bits, request = self.held.pop(key), self.requests.pop(key)
         for node, taken in bits.items():
             self.mask[node] |= taken
-            if request.needs:
+            if self.is_limited:
                 self.left[node] = self.left[node].plus(request.needs.times(taken.bit_count()))
             if self.up[node]:
                 self.free[node] += taken.bit_count()
@@ -113,7 +113,7 @@ class Board:
             taken = sum(1 << i for i in local)
             if taken & self.mask[node] != taken:
                 return False
-            if request.needs and not self.left[node].holds(request.needs.times(len(local))):
+            if self.is_limited and not self.left[node].holds(request.needs.times(len(local))):
                 return False
             bits[node] = taken
         if self._exclusive and len(bits) > 1 and self._networked[list(bits)].any():
