@@ -12,6 +12,7 @@ from typing import Literal
 LARGEST = 1e30  # largest number in hints, so that products of such numbers are finite
 MOST_MICRO = 2**31  # samples of a micro-batch; its product with a count fits into 64 bits
 MOST_COUNTS = 2048  # micro-batches per update, summed over layouts: a table is computed for each
+MOST_NEED = 1e6  # CPUs, or GiB, that a job may need for one device
 # Settings of pydantic, which reads these types from HTTP: no unknown, converted or infinite values.
 STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
@@ -55,9 +56,18 @@ class Node:
     """Topology domain at each level, such as {"rack": "r3", "pod": "p1"}."""
     withheld: tuple[int, ...] = ()
     """Local indices of devices that no job gets: they are broken or used otherwise."""
+    cpus: float | None = None
+    """CPUs for jobs; None: unknown, and never the limit."""
+    memory_gib: float | None = None
+    """Main memory for jobs, in GiB; None: unknown, and never the limit."""
 
     def __post_init__(self):
-        require_within(f"node {self.name!r}", {"num_devices": self.num_devices})
+        numbers = {
+            "num_devices": self.num_devices,
+            "cpus": self.cpus,
+            "memory_gib": self.memory_gib,
+        }
+        require_within(f"node {self.name!r}", numbers)
         if self.withheld:
             wrong = [i for i in self.withheld if not 0 <= i < self.num_devices]
             if wrong or len(set(self.withheld)) < len(self.withheld):
@@ -225,6 +235,17 @@ class JobTerms:
     """Seconds for which it keeps its devices before other jobs may get them."""
     kinds: tuple[str, ...] | None = None
     """Kinds of device that it may run on; None: all."""
+    preferred_kinds: tuple[str, ...] | None = None
+    """Kinds that it would rather have than its other ones; None: no preference. The policy `goodput` heeds
+    it."""
+    preference: float = 1.25
+    """Price of the preference: work on other kinds counts as this many times less, so a job takes another
+    kind if that is more than this many times as fast, or cheaper by as much, or if no preferred one is to be
+    had."""
+    cpus_per_device: float = 0.0
+    """CPUs that it needs for each of its devices, on the node of the device."""
+    memory_gib_per_device: float = 0.0
+    """Main memory that it needs for each of its devices, on the node of the device, in GiB."""
     level: str | None = None
     """Topology level, such as "rack": all nodes of the job must have the same label at this level."""
     deadline_s: float | None = None
@@ -264,9 +285,27 @@ class JobSpec(JobTerms):
         if not self.min_run_s >= 0:  # may be infinite: the job keeps its devices until it ends
             raise ValueError(f"{what} has min_run_s={self.min_run_s}. It must be 0 or more.")
         require_within(what, {"budget": self.budget})
+        self._require_kinds(what)
+        needs = ("cpus_per_device", "memory_gib_per_device")
+        require_within(what, {name: getattr(self, name) for name in needs}, 0, MOST_NEED)
+
+    def _require_kinds(self, what: str) -> None:
         if self.kinds is not None and not self.kinds:
             raise ValueError(
                 f"{what} allows no kind of device. List at least one, or set kinds=None for all."
+            )
+        require_within(what, {"preference": self.preference}, 1)
+        preferred, kinds = self.preferred_kinds, self.kinds
+        if preferred is None:
+            return
+        if not preferred:
+            raise ValueError(
+                f"{what} prefers no kind of device. List at least one, or set preferred_kinds=None."
+            )
+        if kinds is not None and not set(preferred) & set(kinds):
+            raise ValueError(
+                f"{what} prefers {list(preferred)} but allows only {list(kinds)}. Prefer some of these, or "
+                "allow more."
             )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxgoodput.cluster.scheduler.constraints import offered_devices, within
+from jaxgoodput.cluster.scheduler.placement.amounts import needs_of, some_limited
 from jaxgoodput.cluster.scheduler.policy import Decision, JobView
 from jaxgoodput.cluster.scheduler.work_left import USUAL_S
 from jaxgoodput.specs import Allocation, ClusterSpec, Shape
@@ -48,14 +49,19 @@ class _FreeDevices:
         return Allocation(devices=chosen, generation=generation)
 
 
-def _one_kind(cluster: ClusterSpec, policy: str) -> str | None:
-    """Return the kind of all devices, None without nodes. Raises ValueError for kinds, quotas or tenants."""
+def _one_kind(jobs: Sequence[JobView], cluster: ClusterSpec, policy: str) -> str | None:
+    """Return the kind of all devices, None without nodes.
+
+    Raises ValueError for what `policy` does not know: several kinds, quotas, tenants, and jobs that need CPUs
+    or memory of nodes that may lack them.
+    """
     kinds = sorted({node.kind for node in cluster.nodes if node.state == "up"})
     if len(kinds) > 1:
         raise ValueError(
             f"{policy} knows one kind of device only, but the cluster has {', '.join(kinds)}; "
             "use a heterogeneity-aware policy, or a cluster of one kind."
         )
+    _require_no_needs(jobs, cluster, policy)
     tenants = [tenant.name for tenant in cluster.tenants]
     for what, names in (("quotas", sorted(cluster.quota)), ("tenants", tenants)):
         if names:
@@ -64,6 +70,16 @@ def _one_kind(cluster: ClusterSpec, policy: str) -> str | None:
                 f"policy, or leave the {what} out."
             )
     return kinds[0] if kinds else None
+
+
+def _require_no_needs(jobs: Sequence[JobView], cluster: ClusterSpec, policy: str) -> None:
+    """Raise ValueError if a job needs CPUs or memory of nodes that may lack them."""
+    needing = [view.spec.id for view in jobs if needs_of(view.spec)]
+    if needing and some_limited(cluster):
+        raise ValueError(
+            f"{policy} knows devices only, but job {needing[0]!r} needs CPUs or memory, which the nodes may "
+            "lack; use another policy, or leave these numbers out of the nodes."
+        )
 
 
 def _arrival(jobs: Sequence[JobView]) -> list[JobView]:
@@ -82,7 +98,7 @@ class Tiresias:
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
         """Return allocations: jobs get their devices in the order of Tiresias's queues."""
-        _one_kind(cluster, "Tiresias")
+        _one_kind(jobs, cluster, "Tiresias")
         queue = []
         for job in _arrival(jobs):
             level = int(sum(job.received_s.values()) >= self.threshold_device_s)
@@ -140,7 +156,7 @@ class Optimus:
 
         Raises ValueError if a job does not declare its work.
         """
-        kind = _one_kind(cluster, "Optimus")
+        kind = _one_kind(jobs, cluster, "Optimus")
         free = _FreeDevices(cluster)
         sizes = _sizes_by_gain(jobs, kind, free.num_devices)
         reasons = {
@@ -214,7 +230,7 @@ class EarliestDeadline:
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
         """Return allocations: jobs get devices in the order of their deadlines, the earliest first."""
-        _one_kind(cluster, "EarliestDeadline")
+        _one_kind(jobs, cluster, "EarliestDeadline")
         last = float("inf")
         queue = sorted(
             _arrival(jobs), key=lambda j: last if j.spec.deadline_s is None else j.spec.deadline_s
@@ -231,7 +247,7 @@ class Static:
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
         """Return allocations: jobs get devices in the order of arrival."""
-        _one_kind(cluster, "Static")
+        _one_kind(jobs, cluster, "Static")
         free = _FreeDevices(cluster)
         allocations, reasons = {}, {}
         for job in jobs:
@@ -267,7 +283,7 @@ class LeastRemaining:
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
         """Return allocations: jobs get their devices in the order of what they have left."""
-        kind = _one_kind(cluster, "LeastRemaining")
+        kind = _one_kind(jobs, cluster, "LeastRemaining")
         queue = []
         for job in _arrival(jobs):
             wanted = _as_asked(job)

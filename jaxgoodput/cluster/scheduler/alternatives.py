@@ -186,6 +186,7 @@ def _only(view: JobView, shape: Shape, insisting: float) -> JobView:
         "max_devices": size,
         "num_devices": size,
         "kinds": (shape.kind,),
+        "preferred_kinds": None,
         "weight": view.spec.weight * insisting,
     }
     spec = dataclasses.replace(view.spec, **changed)  # pyright: ignore[reportArgumentType]

@@ -11,6 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxgoodput.cluster.scheduler.constraints import Devices, offered_devices
+from jaxgoodput.cluster.scheduler.placement.amounts import (
+    NOTHING,
+    amounts_of,
+    is_limited,
+    needs_of,
+    used_by_node,
+)
 from jaxgoodput.cluster.scheduler.policy import JobView
 from jaxgoodput.cluster.scheduler.shapes import domain_of, shape_of, takes
 from jaxgoodput.specs import Allocation, ClusterSpec
@@ -84,6 +91,7 @@ class _Room:
         alone = {id_ for id_, given in allocations.items() if given.share_group is None}
         self._views = {view.spec.id: view for view in views if view.spec.id in alone}
         self._free: Devices = offered_devices(cluster)
+        self._specs = {view.spec.id: view.spec for view in views}
         for devices in self.given.values():
             for name, local in devices.items():
                 if name in self._free:
@@ -148,10 +156,24 @@ class _Room:
                     return other
         return None
 
+    def _has_amounts(self, view: JobView, name: str, other: str) -> bool:
+        """Return whether a node has the CPUs and the memory for the devices that a job has on `name`.
+
+        What a job uses there that would leave in exchange is not counted: it might have to go back.
+        """
+        if not needs_of(view.spec) or not is_limited(self._nodes[other]):
+            return True
+        given = {id_: Allocation(devices=devices) for id_, devices in self.given.items()}
+        used = used_by_node(self._specs, given).get(other, NOTHING)
+        needed = needs_of(view.spec).times(len(self.given[view.spec.id][name]))
+        return amounts_of(self._nodes[other]).holds(used.plus(needed))
+
     def _suits(self, view: JobView, name: str, other: str) -> bool:
         """Whether a job may have devices of a node in place of those that it has been given on `name`."""
         devices, level = self.given[view.spec.id], view.spec.level
         if self.kind_of[name] != self.kind_of[other] or other in devices or other in view.avoids:
+            return False
+        if not self._has_amounts(view, name, other):
             return False
         rest = next((self._nodes[one] for one in devices if one != name), None)
         if level is None or rest is None:

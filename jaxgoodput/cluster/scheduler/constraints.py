@@ -9,17 +9,26 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxgoodput.cluster.scheduler.costs import cost, within_budget
 from jaxgoodput.cluster.scheduler.limits import Use, devices_by_kind, together
+from jaxgoodput.cluster.scheduler.placement.amounts import (
+    NOTHING,
+    Amounts,
+    needs_of,
+    some_limited,
+    without,
+)
 from jaxgoodput.cluster.scheduler.policy import JobView
 from jaxgoodput.cluster.scheduler.priors import Priors
 from jaxgoodput.cluster.scheduler.shapes import (
     Domains,
     capacity,
+    needs_reason,
     no_shape_reason,
     shape_in_words,
     takes,
@@ -85,10 +94,16 @@ def constraints_of(jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float) 
     )
 
 
-def withhold(cluster: ClusterSpec, taken: Mapping[str, Iterable[int]], used: Use) -> ClusterSpec:
+def withhold(
+    cluster: ClusterSpec,
+    taken: Mapping[str, Iterable[int]],
+    used: Use,
+    amounts: Mapping[str, Amounts] = MappingProxyType({}),
+) -> ClusterSpec:
     """Return the cluster without the `taken` devices and reservations, and with reduced quotas.
 
-    `used` is what already counts against the tenants' quotas and limits.
+    `used` is what already counts against the tenants' quotas and limits; `amounts` are the CPUs and the
+    memory, by node, that jobs use already.
     """
     nodes = tuple(
         dataclasses.replace(n, withheld=tuple(sorted({*n.withheld, *taken[n.name]})))
@@ -96,6 +111,8 @@ def withhold(cluster: ClusterSpec, taken: Mapping[str, Iterable[int]], used: Use
         else n
         for n in cluster.nodes
     )
+    if amounts:
+        nodes = tuple(without(node, amounts.get(node.name, NOTHING)) for node in nodes)
     quota = {t: max(limit - sum(used.get(t, {}).values()), 0) for t, limit in cluster.quota.items()}
     in_use = together((cluster.in_use, used)) if cluster.tenants else cluster.in_use
     return dataclasses.replace(cluster, nodes=nodes, reservations=(), quota=quota, in_use=in_use)
@@ -272,7 +289,8 @@ class _EmptyCluster:
         self._without_table: set[str] = set()
         self._devices = capacity(cluster)
         self._domains = Domains(cluster)
-        self._known: dict[tuple[Shape, str | None], bool] = {}
+        self._cluster, self._is_limited = cluster, some_limited(cluster)
+        self._known: dict[tuple[Shape, str | None, Amounts], bool] = {}
 
     def with_table(self, view: JobView) -> JobView:
         """Return the job with the goodput table that is assumed of it if it has none."""
@@ -284,7 +302,8 @@ class _EmptyCluster:
     def refusals(self, views: Iterable[JobView]) -> dict[str, str]:
         """Return, by id, why jobs could not run even alone in the cluster; those that could are left out."""
         return {
-            view.spec.id: no_shape_reason(
+            view.spec.id: needs_reason(view, self._cluster)
+            or no_shape_reason(
                 view,
                 self._devices,
                 self._has_room,
@@ -296,15 +315,17 @@ class _EmptyCluster:
 
     def could_run(self, spec: JobSpec, shape: Shape) -> bool:
         """Return whether the job could run with that shape if no other job used the cluster."""
-        return takes(spec, shape) and self._fits(shape, spec.level)
+        needs = needs_of(spec) if self._is_limited else NOTHING
+        return takes(spec, shape) and self._fits(shape, spec.level, needs)
 
     def _has_room(self, shape: Shape) -> bool:
-        return self._fits(shape, None)
+        return self._fits(shape, None, NOTHING)
 
-    def _fits(self, shape: Shape, level: str | None) -> bool:
-        known = self._known.get((shape, level))
+    def _fits(self, shape: Shape, level: str | None, needs: Amounts) -> bool:
+        key = shape, level, needs
+        known = self._known.get(key)
         if known is None:
-            known = self._known[shape, level] = self._domains.fits(shape, level)
+            known = self._known[key] = self._domains.fits(shape, level, needs)
         return known
 
 

@@ -7,7 +7,7 @@ a plan was made with two more h200 and the job ran in it.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxgoodput.cluster.scheduler.alternatives import find_job
 from jaxgoodput.cluster.scheduler.constraints import constraints_of
@@ -15,6 +15,7 @@ from jaxgoodput.cluster.scheduler.costs import cost
 from jaxgoodput.cluster.scheduler.free_room import FreeRoom, in_the_way, least_shapes
 from jaxgoodput.cluster.scheduler.kept_nodes import may_be_stopped
 from jaxgoodput.cluster.scheduler.limits import subtrees
+from jaxgoodput.cluster.scheduler.placement.amounts import needs_of, some_limited
 from jaxgoodput.cluster.scheduler.policy import JobView, Plan, Policy
 from jaxgoodput.cluster.scheduler.reconcile import reconcile
 from jaxgoodput.cluster.scheduler.shapes import (
@@ -35,6 +36,7 @@ Constraint = Literal[
     "guarantee",  # of other tenants
     "reservation",
     "kept nodes",  # for another job, which has waited long
+    "needs",  # devices are free, but not the CPUs or the memory that it needs beside them
     "placement",  # enough devices are free, but not together
     "level",
     "avoided nodes",  # which are kept apart from it for a while
@@ -81,7 +83,8 @@ def explain(
     plan = plan or reconcile(jobs, cluster, policy, now_s)
     question = _Question(job, jobs, cluster, policy, now_s)
     if plan.allocations[job].devices:
-        return Explanation(job=job, constraint="none", message=plan.reasons[job])
+        changes = _changes_for_other_kind(question, plan)
+        return Explanation(job=job, constraint="none", message=plan.reasons[job], changes=changes)
     if job in constraints_of(jobs, cluster, now_s).refused:
         spent = question.view.spec.budget is not None and question.with_spec(budget=None)
         return Explanation(
@@ -126,13 +129,22 @@ class _Question:
 
     def with_spec(self, **changes) -> bool:
         """Return whether the job would run if these fields of its spec had other values."""
+        return self._runs(self._changed(changes), self.cluster)
 
-        def change(view: JobView) -> JobView:
-            if view.spec.id != self.job:
-                return view
-            return dataclasses.replace(view, spec=dataclasses.replace(view.spec, **changes))
+    def kinds_with(self, **changes) -> set[str]:
+        """Return the kinds of its devices if these fields of its spec had other values."""
+        return self.kinds_in(self._plan(self._changed(changes), self.cluster))
 
-        return self.with_jobs(change)
+    def kinds_in(self, plan: Plan) -> set[str]:
+        """Return the kinds of the devices that a plan gives the job."""
+        kind_of = {node.name: node.kind for node in self.cluster.nodes}
+        return {kind_of[name] for name in plan.allocations[self.job].devices}
+
+    def _changed(self, changes: Mapping[str, Any]) -> list[JobView]:
+        """Return the jobs if these fields of the job's spec had other values."""
+        view = self.view
+        other = dataclasses.replace(view, spec=dataclasses.replace(view.spec, **changes))
+        return [other if one is view else one for one in self.jobs]
 
     def with_jobs(self, change: Callable[[JobView], JobView]) -> bool:
         """Return whether the job would run if every job were replaced by `change(job)`."""
@@ -149,9 +161,11 @@ class _Question:
         )
 
     def _runs(self, jobs: Sequence[JobView], cluster: ClusterSpec) -> bool:
+        return bool(self._plan(jobs, cluster).allocations[self.job].devices)
+
+    def _plan(self, jobs: Sequence[JobView], cluster: ClusterSpec) -> Plan:
         asked = dataclasses.replace(cluster, changed_s=None)  # what it changes is news
-        plan = reconcile(jobs, asked, self.policy, self.now_s)
-        return bool(plan.allocations[self.job].devices)
+        return reconcile(jobs, asked, self.policy, self.now_s)
 
 
 class _Reason(NamedTuple):
@@ -165,7 +179,8 @@ class _Reason(NamedTuple):
 def more_nodes(cluster: ClusterSpec, kind: str, count: int) -> tuple[Node, ...]:
     """Return new nodes with `count` devices of a kind, in a topology domain of their own.
 
-    All are whole nodes, except the last one if `count` is not a multiple of the node size.
+    They have CPUs and memory like the others of the kind. All are whole nodes, except the last one if `count`
+    is not a multiple of the node size.
     """
     size = node_size(cluster).get(kind) or count
     sizes = [size] * (count // size) + [count % size] * (count % size > 0)
@@ -180,9 +195,19 @@ def more_nodes(cluster: ClusterSpec, kind: str, count: int) -> tuple[Node, ...]:
             kind=kind,
             num_devices=num,
             labels={level: prefix for level in levels},
+            cpus=_as_elsewhere(cluster, kind, "cpus", num),
+            memory_gib=_as_elsewhere(cluster, kind, "memory_gib", num),
         )
         for i, num in enumerate(sizes)
     )
+
+
+def _as_elsewhere(cluster: ClusterSpec, kind: str, name: str, num_devices: int) -> float | None:
+    """Return an amount for a new node: as much for each device as the largest node of the kind has."""
+    others = [node for node in cluster.nodes if node.kind == kind and node.num_devices]
+    like = max(others, key=lambda node: node.num_devices, default=None)
+    has = None if like is None else getattr(like, name)
+    return None if like is None or has is None else has * num_devices / like.num_devices
 
 
 def _explain_waiting(question: _Question, plan: Plan) -> Explanation:
@@ -192,7 +217,7 @@ def _explain_waiting(question: _Question, plan: Plan) -> Explanation:
         *_guarantees(question),
         *_reservation(question),
         *_kept_nodes(question, plan),
-        *(placement := _placement(question, plan)),
+        *(placement := _room(question, plan)),
         *_level(question),
         *_avoided_nodes(question),
         *_minimum_run_time(question),
@@ -306,10 +331,48 @@ def _kept_nodes(question: _Question, plan: Plan) -> list[_Reason]:
     return []
 
 
+def _room(question: _Question, plan: Plan) -> list[_Reason]:
+    """Find out whether enough devices are free, but not what they need, or not together."""
+    return _needs(question, plan) or _placement(question, plan)
+
+
+def _needs(question: _Question, plan: Plan) -> list[_Reason]:
+    """Find out whether the job would run on the devices that are free if it needed no CPUs and no memory."""
+    view, cluster = question.view, question.cluster
+    if not needs_of(view.spec) or not some_limited(cluster):
+        return []
+    room = FreeRoom.beside(plan, view, question.jobs, cluster, question.now_s)
+    shapes = least_shapes(view, cluster, question.now_s)
+    bare = dataclasses.replace(room, left={})
+    enough = [shape for shape in shapes if bare.fits(view, shape)]
+    if not enough or any(room.fits(view, shape) for shape in shapes):
+        return []
+    without = {"cpus_per_device": 0.0, "memory_gib_per_device": 0.0}
+    if not question.with_spec(**without):
+        return []
+    return [_Reason("needs", room.lacking(view, enough[0]), _fewer_needs(question))]
+
+
+def _fewer_needs(question: _Question) -> str:
+    """Return the largest part of its needs, in eighths, with which the job would run; "" if none is."""
+    spec = question.view.spec
+    if not needs_of(spec) or not some_limited(question.cluster):
+        return ""
+    for eighths in range(7, -1, -1):
+        fewer = {
+            name: getattr(spec, name) * eighths / 8
+            for name in ("cpus_per_device", "memory_gib_per_device")
+        }
+        if question.with_spec(**fewer):
+            said = (f"{name}={value:g}" for name, value in fewer.items() if getattr(spec, name))
+            return " and ".join(said)
+    return ""
+
+
 def _placement(question: _Question, plan: Plan) -> list[_Reason]:
     """Find out whether enough devices are free but do not lie together, and what is in the way."""
     view, cluster = question.view, question.cluster
-    room = FreeRoom.beside(plan, view, cluster, question.now_s)
+    room = FreeRoom.beside(plan, view, question.jobs, cluster, question.now_s)
     shapes = least_shapes(view, cluster, question.now_s)
     enough = [s for s in shapes if room.of_kind(s.kind) >= s.num_devices]
     if not enough or any(room.fits(view, shape) for shape in shapes):
@@ -434,7 +497,7 @@ def _least(runs: Callable[[int], bool], most: int) -> int | None:
 def _has_room(question: _Question, plan: Plan) -> bool:
     """Return whether the job would fit onto the devices that a plan leaves free."""
     view, cluster = question.view, question.cluster
-    room = FreeRoom.beside(plan, view, cluster, question.now_s)
+    room = FreeRoom.beside(plan, view, question.jobs, cluster, question.now_s)
     return any(room.fits(view, shape) for shape in least_shapes(view, cluster, question.now_s))
 
 
@@ -457,6 +520,21 @@ def _utility(question: _Question, plan: Plan) -> _Reason:
     return _Reason("utility", said, change)
 
 
+def _changes_for_other_kind(question: _Question, plan: Plan) -> tuple[str, ...]:
+    """Return what would give a job that runs on another kind than it prefers a preferred one."""
+    spec = question.view.spec
+    preferred = set(spec.preferred_kinds or ())
+    if not preferred or preferred & question.kinds_in(plan):
+        return ()
+    named = " or ".join(sorted(preferred))
+    for factor in (2.0, 4.0, 16.0, 256.0):
+        price = spec.preference * factor
+        if preferred & question.kinds_with(preference=price):
+            return (f"preference={price:g} for {named}",)
+    usable = tuple(sorted(preferred.intersection(spec.kinds or preferred)))
+    return (f"allowing only {named}",) if question.kinds_with(kinds=usable) else ()
+
+
 def _changes_for_refused(question: _Question) -> tuple[str, ...]:
     """Return changes that would let a job run that could not run even if it were alone."""
     spec, cluster = question.view.spec, question.cluster
@@ -471,6 +549,7 @@ def _changes_for_refused(question: _Question) -> tuple[str, ...]:
         for name, said in without.items()
         if getattr(spec, name) is not None and question.with_spec(**{name: None})
     ]
+    changes += filter(None, [_fewer_needs(question)])
     if smaller := _smaller_minimum(question):
         changes.append(f"min_devices={smaller}")
     up = tuple(dataclasses.replace(node, state="up") for node in cluster.nodes)

@@ -9,6 +9,7 @@ suffice for it, jobs that may not be stopped no longer start on the nodes that i
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxgoodput.cluster.scheduler.placement.amounts import needs_of, usable
 from jaxgoodput.cluster.scheduler.policy import JobView
 from jaxgoodput.cluster.scheduler.shapes import (
     Domains,
@@ -18,7 +19,7 @@ from jaxgoodput.cluster.scheduler.shapes import (
     size_limits,
     takes,
 )
-from jaxgoodput.specs import ClusterSpec, Shape, Tenant
+from jaxgoodput.specs import ClusterSpec, JobSpec, Shape, Tenant
 
 PATIENCE_S = 3600.0  # wait after which nodes are kept
 
@@ -59,7 +60,7 @@ def kept_nodes(
     for view in sorted(late, key=lambda view: (since[view.spec.id], view.spec.id)):
         least = _least_without_room(view, free, every)
         if least is not None:
-            nodes = _fewest_held(least, view.spec.level, cluster, offered)
+            nodes = _fewest_held(least, view.spec, cluster, offered)
             waited_s = now_s - since[view.spec.id]
             return KeptNodes(job=view.spec.id, nodes=nodes, waited_s=waited_s)
     return None
@@ -67,9 +68,9 @@ def kept_nodes(
 
 def _least_without_room(view: JobView, free: Domains, every: Domains) -> Shape | None:
     """Return a job's least shape; None if the free devices hold one of its shapes, or the cluster none."""
-    level = view.spec.level
-    shapes = [s for s in view.goodput if takes(view.spec, s) and every.fits(s, level)]
-    if not shapes or any(free.fits(shape, level) for shape in shapes):
+    level, needs = view.spec.level, needs_of(view.spec)
+    shapes = [s for s in view.goodput if takes(view.spec, s) and every.fits(s, level, needs)]
+    if not shapes or any(free.fits(shape, level, needs) for shape in shapes):
         return None
     return min(shapes, key=lambda s: (s.num_devices, s))
 
@@ -112,9 +113,10 @@ def _waits_since_s(view: JobView, now_s: float) -> float:
 
 
 def _fewest_held(
-    shape: Shape, level: str | None, cluster: ClusterSpec, offered: ClusterSpec
+    shape: Shape, spec: JobSpec, cluster: ClusterSpec, offered: ClusterSpec
 ) -> tuple[str, ...]:
     """Return nodes of one domain that can hold a shape and on which the fewest devices are held."""
+    level, needs = spec.level, needs_of(spec)
     free = {node.name: node.num_usable for node in offered.nodes}
     parts = chunks(shape, node_size(cluster)[shape.kind])
     domains: dict[str, list[tuple[int, int, str]]] = {}
@@ -122,7 +124,7 @@ def _fewest_held(
         if node.kind == shape.kind and node.state == "up":
             one = "" if level is None or shape.num_nodes == 1 else domain_of(node, level)
             held = node.num_usable - free[node.name]
-            domains.setdefault(one, []).append((held, node.num_usable, node.name))
+            domains.setdefault(one, []).append((held, usable(node, needs), node.name))
     found = [its for nodes in domains.values() if (its := _nodes_for(parts, nodes)) is not None]
     assert found, "the job could run if it were alone"
     _, names = min(found)

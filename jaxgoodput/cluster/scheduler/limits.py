@@ -1,7 +1,8 @@
-"""Limits on what the jobs of some tenants use together: quotas, and limits and budgets of whole subtrees.
+"""Limits on what jobs use together: quotas, limits and budgets of subtrees of tenants, CPUs and memory.
 
-A limit counts devices, or their price per hour. Both grow with devices, so policies add each limit as one
-linear row to their problem. Devices of jobs that the policy is not asked about are subtracted first.
+A limit counts devices, their price per hour, or the CPUs or the memory that a job needs for each. All grow
+with devices, so policies add each limit as one linear row to their problem. Devices of jobs that the policy
+is not asked about are subtracted first.
 """
 
 from collections import Counter
@@ -10,7 +11,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxgoodput.specs import Allocation, ClusterSpec
+from jaxgoodput.cluster.scheduler.placement.amounts import (
+    PER_CPU,
+    PER_GIB,
+    UNLIMITED,
+    Amounts,
+    amounts_of,
+    some_limited,
+)
+from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec
 
 Use = Mapping[str, Mapping[str, int]]
 """Number of devices by tenant and kind."""
@@ -74,6 +83,42 @@ def limits_of(cluster: ClusterSpec) -> tuple[Limit, ...]:
                 )
                 found.append(replace(limit, left=max(most - limit.used(cluster.in_use), 0.0)))
     return tuple(found)
+
+
+def amount_limits(
+    cluster: ClusterSpec, specs: Sequence[JobSpec]
+) -> list[tuple[Limit, np.ndarray, str]]:
+    """Return, by kind, limits on the CPUs and on the memory that jobs use together on nodes that are up.
+
+    Each comes with [jobs] how much of it a device of each job uses, and the kind of device. Kinds of which a
+    node has no such limit, and what no job needs, are left out. That all of it together is enough does not
+    mean that jobs fit on the nodes; placing them finds out.
+    """
+    if not some_limited(cluster):
+        return []
+    per_device = (
+        (PER_CPU, "CPUs", [spec.cpus_per_device for spec in specs]),
+        (PER_GIB, "GiB of memory", [spec.memory_gib_per_device for spec in specs]),
+    )
+    found = []
+    for kind, its in sorted(_amounts_by_kind(cluster).items()):
+        for column, (per_unit, unit, needs) in enumerate(per_device):
+            has = [amounts[column] for amounts in its]
+            if max(has) < UNLIMITED and any(needs):
+                left = sum(has) / per_unit
+                said = f"what the nodes of kind {kind} have, {left:g} {unit}"
+                limit = Limit(tenants=frozenset(), left=left, said=said)
+                found.append((limit, np.array(needs, np.float64), kind))
+    return found
+
+
+def _amounts_by_kind(cluster: ClusterSpec) -> dict[str, list[Amounts]]:
+    """Return what each node has that is up and has usable devices, by kind."""
+    found: dict[str, list[Amounts]] = {}
+    for node in cluster.nodes:
+        if node.state == "up" and node.num_usable:
+            found.setdefault(node.kind, []).append(amounts_of(node))
+    return found
 
 
 def quota_limit(tenant: str, most: int) -> Limit:

@@ -9,6 +9,7 @@ measurements replace these numbers.
 import dataclasses
 from collections.abc import Iterable
 
+from jaxgoodput.cluster.scheduler.placement.amounts import needs_of
 from jaxgoodput.cluster.scheduler.policy import JobView
 from jaxgoodput.cluster.scheduler.shapes import (
     chunks,
@@ -48,7 +49,13 @@ class Priors:
         if view.goodput or has_measured:
             return view
         spec = view.spec
-        alike = (size_limits(spec), spec.kinds, spec.mode == "rigid", view.devices_per_process)
+        alike = (
+            size_limits(spec),
+            spec.kinds,
+            spec.mode == "rigid",
+            view.devices_per_process,
+            needs_of(spec),
+        )
         if alike not in self._tables:
             self._tables[alike] = self._table(view)
         return dataclasses.replace(view, goodput=self._tables[alike])

@@ -28,6 +28,7 @@ from jaxgoodput.cluster.scheduler.limits import (
     together,
     use_by_tenant,
 )
+from jaxgoodput.cluster.scheduler.placement.amounts import Amounts, too_much, used_by_node
 from jaxgoodput.cluster.scheduler.placement.placement import allocation_of
 from jaxgoodput.cluster.scheduler.policy import (
     AvoidedNode,
@@ -121,7 +122,16 @@ class _Round:
         for own in fixed.reserved.values():
             add_devices(taken, own)
         if left:
-            self.ask_others(left, withhold(self.cluster, taken, used))
+            self.ask_others(left, self.without(taken, used))
+
+    def without(self, taken: Devices, used: Use) -> ClusterSpec:
+        """Return the cluster without the `taken` devices, and what jobs that have devices use by now."""
+        return withhold(self.cluster, taken, used, self.amounts(self.allocations))
+
+    def amounts(self, ids: Iterable[str]) -> dict[str, Amounts]:
+        """Return the CPUs and the memory that these jobs use on each node."""
+        specs = {id_: self.fixed.views[id_].spec for id_ in ids}
+        return used_by_node(specs, {id_: self.allocations[id_] for id_ in specs})
 
     def ask_others(self, left: Sequence[str], cluster: ClusterSpec):
         """Ask the policy about all jobs without reserved devices, and keep nodes for one that waits long."""
@@ -158,7 +168,7 @@ class _Round:
                 node.name: set(range(node.num_devices)) - own.get(node.name, set())
                 for node in self.cluster.nodes
             }
-            self.ask(pool, withhold(self.cluster, others, used))
+            self.ask(pool, self.without(others, used))
         return [id_ for id_ in pool if self.allocations[id_].devices]
 
     def may_use(self, id_: str, tenant: str, devices: Devices) -> bool:
@@ -218,7 +228,7 @@ class _Round:
         taken = taken or {}
         for allocation in has.values():
             add_devices(taken, allocation.devices)
-        return withhold(cluster, taken, self.use(has))
+        return withhold(cluster, taken, self.use(has), self.amounts(has))
 
     def keep(self, views: Sequence[JobView], offered: Devices, why: str):
         """Let each job keep its devices if all of them are `offered`, else take them; note the reason."""
@@ -256,6 +266,16 @@ def check_decision(decision: Decision, views: Sequence[JobView], cluster: Cluste
         if wrong:
             raise _defect(policy, id_, wrong)
     _check_limits(decision, spec_of, cluster, policy)
+    _check_amounts(decision, spec_of, cluster, policy)
+
+
+def _check_amounts(
+    decision: Decision, spec_of: Mapping[str, JobSpec], cluster: ClusterSpec, policy: str
+):
+    if (found := too_much(cluster, spec_of, decision.allocations)) is not None:
+        name, has = found
+        there = (id_ for id_, given in decision.allocations.items() if name in given.devices)
+        raise _defect(policy, max(there), f"and others more than the {has} of node {name!r}")
 
 
 def _check_limits(

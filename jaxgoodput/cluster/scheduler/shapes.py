@@ -13,14 +13,26 @@ sufficient; `policies/placeable.py` then chooses again with what placing has fou
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float
 
+from jaxgoodput.cluster.scheduler.placement.amounts import (
+    NOTHING,
+    Amounts,
+    amounts_of,
+    in_words,
+    needed_in_words,
+    needs_of,
+    some_limited,
+    usable,
+)
 from jaxgoodput.cluster.scheduler.policy import JobView
 from jaxgoodput.specs import ClusterSpec, JobSpec, Node, Shape
+from jaxgoodput.text import count
 
 ALL_UP_TO_DEVICES = 64  # largest cluster in which every number of whole nodes is offered
 
@@ -73,13 +85,13 @@ def whole_nodes(cluster: ClusterSpec) -> dict[str, list[Node]]:
     return whole
 
 
-def _usable_by_kind(cluster: ClusterSpec) -> dict[str, list[int]]:
-    """Return the number of usable devices of each node that is up, by kind."""
-    usable: dict[str, list[int]] = {}
+def _usable_by_kind(cluster: ClusterSpec, needs: Amounts = NOTHING) -> dict[str, list[int]]:
+    """Return the devices of each node that is up, by kind, that jobs with these needs could use."""
+    found: dict[str, list[int]] = {}
     for node in cluster.nodes:
         if node.state == "up":
-            usable.setdefault(node.kind, []).append(node.num_usable)
-    return usable
+            found.setdefault(node.kind, []).append(usable(node, needs))
+    return found
 
 
 def shapes(
@@ -99,19 +111,20 @@ def shapes(
     size, whole = node_size(cluster), whole_nodes(cluster)
     total = sum(capacity(cluster).values())
     every = total <= all_up_to_devices
-    usable = _usable_by_kind(cluster)
+    devices = _usable_by_kind(cluster)
     default: dict[str, set[Shape]] = {}
-    for kind in usable:
+    for kind in devices:
         count = len(whole[kind])
         ks = range(1, count + 1) if every else _sparse(count, dense_nodes)
-        default[kind] = _default_shapes(kind, size[kind], max(usable[kind]), ks)
+        default[kind] = _default_shapes(kind, size[kind], max(devices[kind]), ks)
     sizes = {kind: {shape.num_devices for shape in its} for kind, its in default.items()}
     everywhere = set[int]().union(*sizes.values()).intersection(*sizes.values())
     own_sizes = _own_sizes(jobs, total, everywhere) if jobs else set[int]()
     found = set[Shape]().union(*default.values())
     for kind, its in sizes.items():
-        more = (packed(kind, n, size[kind], usable[kind]) for n in own_sizes - its)
+        more = (packed(kind, n, size[kind], devices[kind]) for n in own_sizes - its)
         found |= {shape for shape in more if shape is not None}
+    found |= _spread_by_needs(cluster, jobs)
     largest = max((size_limits(view.spec)[1] for view in jobs), default=None)
     return tuple(sorted(s for s in found if largest is None or s.num_devices <= largest))
 
@@ -120,18 +133,34 @@ def own_shapes(cluster: ClusterSpec, spec: JobSpec) -> set[Shape]:
     """Return the shapes that a job's own limits ask for, beside the default ones.
 
     These are its least and its greatest size. If one of them is no power of two, a cluster of at most
-    `ALL_UP_TO_DEVICES` devices offers every size between them, too.
+    `ALL_UP_TO_DEVICES` devices offers every size between them, too. A job for which a node has too few CPUs
+    or too little memory is spread over more nodes.
 
     >>> nodes = (Node(name="n", kind="h200", num_devices=8),)
     >>> found = own_shapes(ClusterSpec(nodes=nodes), JobSpec(id="x", min_devices=5, max_devices=7))
     >>> sorted(shape.num_devices for shape in found)
     [5, 6, 7]
     """
-    size, usable = node_size(cluster), _usable_by_kind(cluster)
-    sizes = _sizes_of(spec, sum(map(sum, usable.values())))
-    kinds = usable if spec.kinds is None else usable.keys() & set(spec.kinds)
-    found = (packed(kind, each, size[kind], usable[kind]) for kind in kinds for each in sizes)
+    size, devices = node_size(cluster), _usable_by_kind(cluster, needs_of(spec))
+    sizes = _sizes_of(spec, sum(capacity(cluster).values()))
+    kinds = devices if spec.kinds is None else devices.keys() & set(spec.kinds)
+    found = (packed(kind, each, size[kind], devices[kind]) for kind in kinds for each in sizes)
     return {shape for shape in found if shape is not None}
+
+
+def _spread_by_needs(cluster: ClusterSpec, jobs: Sequence[JobView]) -> set[Shape]:
+    """Return the shapes of which jobs' tables know something, and that only their needs ask for."""
+    if not some_limited(cluster):
+        return set()
+    found: set[Shape] = set()
+    own: dict[tuple, set[Shape]] = {}
+    for view in jobs:
+        if needs := needs_of(view.spec):
+            key = size_limits(view.spec), view.spec.kinds, needs
+            if key not in own:
+                own[key] = own_shapes(cluster, view.spec)
+            found |= {shape for shape in own[key] if shape in view.goodput}
+    return found
 
 
 def _sizes_of(spec: JobSpec, num_devices: int) -> set[int]:
@@ -252,6 +281,8 @@ def allowed(
         domains = Domains(cluster)
         for level in sorted(set(levels) - {None}):
             mask[levels == level] &= _hold(domains, shapes, level)
+        if some_limited(cluster):
+            _forbid_by_needs(mask, domains, jobs, shapes)
     return mask
 
 
@@ -259,6 +290,46 @@ def _hold(domains: "Domains", shapes: Sequence[Shape], level: str) -> Bool[np.nd
     """Return which shapes lie on one node, or fit into a domain of a level."""
     held = (shape.num_nodes == 1 or domains.fits(shape, level) for shape in shapes)
     return np.fromiter(held, bool, len(shapes))
+
+
+def fitting(
+    jobs: Sequence[JobView], shapes: Sequence[Shape], cluster: ClusterSpec
+) -> Bool[np.ndarray, "jobs shapes"]:
+    """Return which shapes would fit if each job were alone on a cluster, such as one of free devices only.
+
+    Beside `allowed`, this heeds on which nodes devices are free.
+    """
+    mask = allowed(jobs, shapes)
+    _forbid_misfits(mask, Domains(cluster), range(len(jobs)), jobs, shapes)
+    return mask
+
+
+def _forbid_by_needs(
+    mask: Bool[np.ndarray, "jobs shapes"],
+    domains: "Domains",
+    jobs: Sequence[JobView],
+    shapes: Sequence[Shape],
+) -> None:
+    """Forbid, in place, shapes for which no nodes have the CPUs and the memory that a job needs."""
+    rows = [row for row, view in enumerate(jobs) if needs_of(view.spec)]
+    _forbid_misfits(mask, domains, rows, jobs, shapes)
+
+
+def _forbid_misfits(
+    mask: Bool[np.ndarray, "jobs shapes"],
+    domains: "Domains",
+    rows: Iterable[int],
+    jobs: Sequence[JobView],
+    shapes: Sequence[Shape],
+) -> None:
+    """Forbid, in place, shapes of the jobs in `rows` that the nodes of no domain hold."""
+    held: dict[tuple[str | None, Amounts], np.ndarray] = {}
+    for row in rows:
+        key = jobs[row].spec.level, needs_of(jobs[row].spec)
+        if key not in held:
+            fits = (domains.fits(shape, *key) for shape in shapes)
+            held[key] = np.fromiter(fits, bool, len(shapes))
+        mask[row] &= held[key]
 
 
 def domain_of(node: Node, level: str) -> str:
@@ -273,28 +344,36 @@ class Domains:
     def __init__(self, cluster: ClusterSpec):
         self._nodes = [node for node in cluster.nodes if node.state == "up"]
         self._size = node_size(cluster)
-        self._free: dict[str | None, dict[str, set[tuple[int, ...]]]] = {}
+        self._free: dict[tuple[str | None, Amounts], dict[str, set[tuple[int, ...]]]] = {}
 
-    def fits(self, shape: Shape, level: str | None = None) -> bool:
+    def fits(self, shape: Shape, level: str | None = None, needs: Amounts = NOTHING) -> bool:
         """Return whether the nodes of one domain hold a shape if no job uses them.
 
-        A shape of one node, and any shape without a `level`, may lie on any nodes of its kind.
+        A shape of one node, and any shape without a `level`, may lie on any nodes of its kind. `needs` is
+        what each device needs beside itself.
         """
         if shape.kind not in self._size or not self._size[shape.kind]:
             return False
         if shape.num_nodes == 1:
             level = None
-        if level not in self._free:
-            self._free[level] = self._by_kind(level)
+        key = level, needs
+        if key not in self._free:
+            self._free[key] = self._by_kind(level, needs)
         sizes = chunks(shape, self._size[shape.kind])
-        return any(holds(free, sizes) for free in self._free[level].get(shape.kind, ()))
+        return any(holds(free, sizes) for free in self._free[key].get(shape.kind, ()))
 
-    def _by_kind(self, level: str | None) -> dict[str, set[tuple[int, ...]]]:
+    def fitting(self, shapes: Iterable[Shape], spec: JobSpec) -> list[Shape]:
+        """Return the shapes that a job may take and that fit if no other job is there."""
+        needs = needs_of(spec)
+        return [s for s in shapes if takes(spec, s) and self.fits(s, spec.level, needs)]
+
+    def _by_kind(self, level: str | None, needs: Amounts) -> dict[str, set[tuple[int, ...]]]:
         """Return, by kind, the usable devices of each domain's nodes; equal domains once."""
         found: dict[str, dict[str, list[int]]] = {}
         for node in self._nodes:
             domain = "" if level is None else domain_of(node, level)
-            found.setdefault(node.kind, {}).setdefault(domain, []).append(node.num_usable)
+            its = found.setdefault(node.kind, {}).setdefault(domain, [])
+            its.append(usable(node, needs) if needs else node.num_usable)
         return {
             kind: {tuple(sorted(free, reverse=True)) for free in domains.values()}
             for kind, domains in found.items()
@@ -344,24 +423,51 @@ def no_shape_reason(
     """
     spec = view.spec
     least, most = size_limits(spec)
-    usable = {k: n for k, n in devices.items() if spec.kinds is None or k in spec.kinds}
-    said = f"{devices_in_words(usable) or 'none'} {status}"
-    if spec.kinds is not None and not usable:
+    there = {k: n for k, n in devices.items() if spec.kinds is None or k in spec.kinds}
+    said = f"{devices_in_words(there) or 'none'} {status}"
+    if spec.kinds is not None and not there:
         return f"it allows only devices of kind {list(spec.kinds)}, and the cluster has {sorted(devices)}"
-    if least > max(usable.values(), default=0):
+    if least > max(there.values(), default=0):
         return f"it needs at least {least} devices of one kind, and the cluster has {said}"
     if not (view.goodput or has_table):
         sizes = str(least) if least == most else f"{least} to {most}"
         return f"no nodes of one kind hold whole processes on {sizes} devices, and the cluster has {said}"
     if not view.goodput:
         return "its goodput table has no usable entry, so no shape is known to be of use to it"
-    fits = (s for s in view.goodput if s.kind in usable and takes(spec, s) and has_room(s))
+    fits = (s for s in view.goodput if s.kind in there and takes(spec, s) and has_room(s))
     if spec.level is None or not any(fits):
         return (
             f"its goodput table has no entry between {least} and {most} devices that fits the cluster, "
             f"which has {said}"
         )
     return f"no domain of level {spec.level!r} is large enough for its {least} devices"
+
+
+def needs_reason(view: JobView, cluster: ClusterSpec) -> str | None:
+    """Explain which CPUs or memory the nodes lack for a job; None if that is not why it has no shape."""
+    needs, spec = needs_of(view.spec), view.spec
+    if not needs or not some_limited(cluster):
+        return None
+    without = replace(spec, cpus_per_device=0.0, memory_gib_per_device=0.0)
+    domains = Domains(cluster)
+    known = view.goodput or own_shapes(cluster, without)
+    fits = domains.fitting(known, without)
+    if not fits or domains.fitting(fits, spec):
+        return None
+    best, least = (
+        _most_usable(cluster, needs, {s.kind for s in fits}),
+        min(s.num_devices for s in fits),
+    )
+    return (
+        f"it needs {needed_in_words(needs)}, for at least {count(least, 'device')}; node {best.name!r} has "
+        f"{in_words(amounts_of(best), needs)}, enough for {usable(best, needs)}, and others are no better"
+    )
+
+
+def _most_usable(cluster: ClusterSpec, needs: Amounts, kinds: Collection[str]) -> Node:
+    """Return the node of these kinds of which a job with these needs could use most devices."""
+    nodes = (node for node in cluster.nodes if node.state == "up" and node.kind in kinds)
+    return max(nodes, key=lambda node: (usable(node, needs), node.num_usable))
 
 
 def shape_in_words(shape: Shape) -> str:
@@ -391,7 +497,7 @@ def capacity_rows(cluster: ClusterSpec, shapes: Sequence[Shape]) -> CapacityRows
     size of a whole node, and sizes of parts that are neither. A row for a power of two is left out if its
     limit equals the limit for s = 1, which already implies it.
     """
-    usable = _usable_by_kind(cluster)
+    devices = _usable_by_kind(cluster)
     rows: list[tuple[np.ndarray, float, str]] = []  # use of each shape, limit, kind
     for kind, size in node_size(cluster).items():
         parts = {
@@ -400,7 +506,7 @@ def capacity_rows(cluster: ClusterSpec, shapes: Sequence[Shape]) -> CapacityRows
             if shape.kind == kind and size
         }
         if parts:
-            found = _rows_of_kind(parts, len(shapes), size, usable.get(kind, []))
+            found = _rows_of_kind(parts, len(shapes), size, devices.get(kind, []))
             rows += [(row, limit, kind) for row, limit in found]
     matrix = np.array([row for row, _, _ in rows], float).reshape(len(rows), len(shapes))
     limits = np.array([limit for _, limit, _ in rows], dtype=float)

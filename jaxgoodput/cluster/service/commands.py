@@ -167,6 +167,9 @@ _NODES = (
 # What `node` and `nodes` share.
 _DEVICES = (
     number("--devices", "N", 0, "devices of a node; on CPU they are virtual", 1),
+    number("--cpus", "N", 0.0, "CPUs of a node for jobs (default: jobs are never short of them)"),
+    number("--memory", "GIB", 0.0, "main memory of a node for jobs, in GiB (default: jobs are never short of "
+           "it)"),
     number("--alone-s", "S", 30.0, "seconds without contact to the scheduler after which jobs save and end "
            "(default: they continue)"),
     *_AGENT,
@@ -215,6 +218,12 @@ _SUBMIT = (
     number("--weight", "W", 1e-3, "priority", 1.0, most=1e3),
     text("--tenant", "NAME", "tenant that the job belongs to", "default"),
     text("--kinds", "A,B,...", "kinds of device that the job accepts (default: all)"),
+    text("--prefer", "A,B,...", "kinds of device that the job would rather have than others"),
+    number("--preference", "X", 1.0, "price of --prefer: another kind has to be so many times as fast, or as "
+           "cheap, to be as good", 1.25),
+    number("--cpus-per-device", "N", 0.0, "CPUs that the job needs for each device, on its node", 0.0),
+    number("--memory-per-device", "GIB", 0.0, "main memory that the job needs for each device, on its node, "
+           "in GiB", 0.0),
     text("--level", "LEVEL", "topology level, such as rack; all devices of the job lie within one of its "
          "domains"),
     number("--min-run-s", "S", 0.0, "seconds for which the job keeps the devices it gets", 0.0),

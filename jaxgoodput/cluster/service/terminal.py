@@ -24,7 +24,12 @@ from jaxgoodput._fields.serial import decode, encode, parse
 from jaxgoodput.clock import SystemClock
 from jaxgoodput.cluster.client import Client, RequestRefused, Unreachable, read_token
 from jaxgoodput.cluster.service import wire
-from jaxgoodput.cluster.service.web.show import progress, state_in_words, with_faults
+from jaxgoodput.cluster.service.web.show import (
+    left_in_words,
+    progress,
+    state_in_words,
+    with_faults,
+)
 from jaxgoodput.cluster.service.wire import Receipt
 from jaxgoodput.launcher.variables import as_mapping
 from jaxgoodput.specs import JobSpec, Node
@@ -164,7 +169,14 @@ def node(options, parser: argparse.ArgumentParser) -> int:
         wire.check_name(name, "a node")
         labels = dict(_label(text) for text in options.label)
         part = NodeAgentSettings(
-            node=Node(name=name, kind=options.kind, num_devices=options.devices, labels=labels),
+            node=Node(
+                name=name,
+                kind=options.kind,
+                num_devices=options.devices,
+                labels=labels,
+                cpus=options.cpus,
+                memory_gib=options.memory,
+            ),
             place=LaunchSettings(
                 node=name, host=host, grace_s=options.grace_s, join_s=options.join_s
             ),
@@ -213,7 +225,13 @@ def nodes(options, parser: argparse.ArgumentParser) -> int:
         return _wrong(error)
     shared = ["--scheduler", url, "--devices", str(options.devices)]
     shared += ["--folder", str(_folder(options)), *_agent_options(options)]
-    given = {"--token-file": options.token_file, "--ca": options.ca, "--alone-s": options.alone_s}
+    given = {
+        "--token-file": options.token_file,
+        "--ca": options.ca,
+        "--alone-s": options.alone_s,
+        "--cpus": options.cpus,
+        "--memory": options.memory,
+    }
     for flag, value in given.items():
         shared += [] if value is None else [flag, str(value)]
     told = threading.Event()
@@ -340,6 +358,10 @@ def _submission(options, command: list[str]) -> wire.Submission:
             preemptible=not options.not_preemptible,
             budget=options.budget,
             kinds=tuple(options.kinds.split(",")) if options.kinds else None,
+            preferred_kinds=tuple(options.prefer.split(",")) if options.prefer else None,
+            preference=options.preference,
+            cpus_per_device=options.cpus_per_device,
+            memory_gib_per_device=options.memory_per_device,
             level=options.level,
         ),
         command=tuple(command),
@@ -411,6 +433,7 @@ def _nodes_table(cluster: wire.ClusterShown) -> Table:
         held = ", ".join(f"{job}: {len(local)}" for job, local in shown.jobs.items())
         used = sum(map(len, shown.jobs.values()))
         said = f"{used} of {node.num_devices}" + (f" ({held})" if held else "")
+        said = "; ".join((said, *left_in_words(shown.cpus_left, shown.memory_gib_left)))
         state = with_faults(state_in_words(node.state, shown.why), shown.faults, cluster.now_s)
         table.add_row(node.name, node.kind, state, said)
     return table

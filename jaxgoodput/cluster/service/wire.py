@@ -42,6 +42,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "min_run_s": (0.0, 1e10),
     "deadline_s": (0.0, 1e10),
     "budget": (0.0, 1e12),
+    "preference": (1.0, 1e6),
 }
 
 Phase = Literal["waiting", "running", "done", "failed", "cancelled"]
@@ -316,6 +317,14 @@ class JobShown:
     past: tuple[HeldDevices, ...] = ()
     apart: tuple[FaultShown, ...] = ()
     """Nodes that are kept apart from it, because it or other jobs reported them."""
+    kinds: tuple[str, ...] | None = None
+    """Kinds of device that it may run on; None: all."""
+    preferred_kinds: tuple[str, ...] | None = None
+    """Kinds that it would rather have; None: no preference."""
+    cpus_per_device: float = 0.0
+    """CPUs that it needs for each device."""
+    memory_gib_per_device: float = 0.0
+    """Main memory that it needs for each device, in GiB."""
 
 
 @message
@@ -353,6 +362,10 @@ class NodeShown:
     """Why it is draining or down."""
     faults: tuple[FaultShown, ...] = ()
     """Reports of jobs about it that are in force."""
+    cpus_left: float | None = None
+    """CPUs that no job uses; None: jobs are never short of them."""
+    memory_gib_left: float | None = None
+    """Main memory that no job uses, in GiB; None: jobs are never short of it."""
 
 
 @message

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from jaxgoodput.cluster.catalogue import PolicyEntry
 from jaxgoodput.cluster.scheduler.limits import limits_of
+from jaxgoodput.cluster.scheduler.placement.amounts import needs_of, some_limited
 from jaxgoodput.cluster.simulate.conditions.faults import FaultScript
 from jaxgoodput.cluster.simulate.scenario import Scenario
 from jaxgoodput.cluster.simulate.settings import Settings
@@ -80,6 +81,11 @@ def _unknown(scenario: Scenario, sizes: Mapping[str, int], entry: PolicyEntry) -
     elif entry.one_kind and cluster.tenants:
         names = ", ".join(tenant.name for tenant in cluster.tenants)
         unknown = f"does not support tenants ({names}). Leave it out, or --tenants."
+    elif entry.one_kind and some_limited(cluster) and any(map(needs_of, scenario.jobs)):
+        unknown = (
+            "does not support CPUs and memory, which jobs need and nodes have a number of. Leave it out, or "
+            "these numbers of the --cluster."
+        )
     elif entry.largest_gang is not None:
         wide = [job for job in scenario.jobs if job.num_devices > entry.largest_gang]
         if wide:

@@ -23,7 +23,9 @@ _OPTIONS = (
     text("--preset", "NAME", "layout of the --trace: helios, acme, alibaba-2020, alibaba-2023, philly, "
          "tiresias or slurm (sacct --parsable2 with JobID,User,Submit,Start,Elapsed,State,AllocTRES)"),
     text("--columns", "W=COLUMN", "columns of the --trace: submit=, devices= and duration= (or start= and "
-         "end=), and perhaps id=, state=, user=, tenant=, kind=, application=, separated by commas"),
+         "end=), and perhaps cpu= and memory= (GiB) of the whole job, id=, state=, user=, tenant=, kind=, "
+         "application=, prefer=, preference=, min=, max=, weight=, level=, min_run=, preemptible=, "
+         "deadline=, budget=, separated by commas"),
     text("--delimiter", "C", "character between the cells of the --trace, or tab (default: as its "
          "header shows)"),
     text("--states", "S,...", "use only jobs that ended in these states, such as COMPLETED (default: all "
@@ -33,7 +35,8 @@ _OPTIONS = (
     text("--elastic", "CURVE", "serial=SHARE[,most=TIMES]: assume that jobs of a --trace or --history may "
          "have up to TIMES (4) the devices that they had, and that SHARE of their work on one device gains "
          "nothing by more (Amdahl's law; default: they are rigid)"),
-    text("--cluster", "C", "[KIND:]NODESxDEVICES[/NODES PER RACK],... or a .json file with a ClusterSpec "
+    text("--cluster", "C", "[KIND:]NODESxDEVICES[/NODES PER RACK],... or a .json file with a ClusterSpec; "
+         "+64cpu+512gib at its end: CPUs and memory of a node, for jobs of a --trace that need them "
          "(default: the cluster that was published with the workload; t4:16x4 for synthetic). With --trace "
          "and --history also [KIND:]unlimitedxDEVICES: nodes that are never short"),
     text("--rules", "R", "how the simulated cluster behaves. own: as published with the workload, or "

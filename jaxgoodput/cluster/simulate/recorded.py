@@ -9,13 +9,14 @@ import heapq
 import pathlib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from jaxgoodput.cluster.published.recorded.layout import TraceLayout, columns_layout
 from jaxgoodput.cluster.published.recorded.presets import PRESETS
 from jaxgoodput.cluster.published.recorded.read import RecordedTrace, read_recorded, recorded
 from jaxgoodput.cluster.published.traces import TraceJob
+from jaxgoodput.cluster.scheduler.placement.amounts import NOTHING, Amounts, needs_of, usable
 from jaxgoodput.cluster.scheduler.shapes import packed
 from jaxgoodput.cluster.service.record.history import PastJob, read_history
 from jaxgoodput.cluster.service.wire import OVER
@@ -110,7 +111,7 @@ def recorded_scenario(
     """
     spec = cluster_for(cluster, trace.jobs, curve) if isinstance(cluster, str) else cluster
     trace, remarks = _on_cluster(trace, spec)
-    nodes = _nodes(spec)
+    nodes = _Usable(spec)
     trace = trace.without(lambda job: _misfit(job, nodes, is_rigid=curve is None))
     if not trace.jobs:
         raise ValueError(f"no job of {name} fits on the cluster: {trace.in_words()}.")
@@ -180,41 +181,53 @@ def _most_nodes(jobs: Iterable[TraceJob], each: int, most: float) -> int:
     return max(greatest, 1)
 
 
-def _nodes(cluster: ClusterSpec) -> dict[str, list[int]]:
-    """Return the usable devices of each node that is up, by kind."""
-    found: dict[str, list[int]] = {}
-    for node in cluster.nodes:
-        if node.state == "up" and node.num_usable:
-            found.setdefault(node.kind, []).append(node.num_usable)
-    return found
+class _Usable:
+    """The devices of each node that is up, by kind, that a job could use, given what it needs beside them."""
+
+    def __init__(self, cluster: ClusterSpec):
+        self._nodes = [node for node in cluster.nodes if node.state == "up" and node.num_usable]
+        self._known: dict[Amounts, dict[str, list[int]]] = {}
+
+    def of(self, job: TraceJob, *, bare: bool = False) -> dict[str, list[int]]:
+        """Return the devices by kind of those that the job may use; `bare`: as if it needed nothing else."""
+        needs = NOTHING if bare else needs_of(job)
+        if needs not in self._known:
+            found: dict[str, list[int]] = {}
+            for node in self._nodes:
+                found.setdefault(node.kind, []).append(usable(node, needs))
+            self._known[needs] = found
+        return {k: its for k, its in self._known[needs].items() if _may_use(job, k)}
 
 
-def _with_whole_nodes(job: TraceJob, nodes: Mapping[str, list[int]]) -> TraceJob:
+def _with_whole_nodes(job: TraceJob, nodes: _Usable) -> TraceJob:
     """Return a job that takes whole nodes if it does not fit on the largest one, where so many are there."""
-    each = max(max(usable) for kind, usable in nodes.items() if _may_use(job, kind))
-    rest = job.num_devices % each
+    each = max(map(max, nodes.of(job).values()))
+    rest = job.num_devices % each if each else 0
     if job.num_devices <= each or not rest:
         return job
     whole = replace(job, num_devices=job.num_devices + each - rest)
     return whole if _fits(whole, nodes) else job
 
 
-def _fits(job: TraceJob, nodes: Mapping[str, list[int]]) -> bool:
+def _fits(job: TraceJob, nodes: _Usable) -> bool:
     """Return whether a cluster of which nothing is used holds a job."""
+    largest = {kind: max(its) for kind, its in nodes.of(job, bare=True).items()}
     return any(
-        packed(kind, job.num_devices, max(usable), usable) is not None
-        for kind, usable in nodes.items()
-        if _may_use(job, kind)
+        packed(kind, job.num_devices, largest[kind], its) is not None
+        for kind, its in nodes.of(job).items()
     )
 
 
-def _misfit(job: TraceJob, nodes: Mapping[str, list[int]], *, is_rigid: bool) -> str | None:
+def _misfit(job: TraceJob, nodes: _Usable, *, is_rigid: bool) -> str | None:
     """Return why a job could never run on a cluster; None if it could."""
-    totals = [sum(usable) for kind, usable in nodes.items() if _may_use(job, kind)]
+    totals = [sum(its) for its in nodes.of(job, bare=True).values()]
     if not totals:
         return "only for kinds of device that the cluster does not have"
     if job.num_devices > max(totals):
         return "larger than the cluster"
+    least = job.num_devices if is_rigid else 1
+    if least > max(sum(its) for its in nodes.of(job).values()):
+        return "in need of more CPUs or memory than the nodes have"
     if is_rigid and not _fits(_with_whole_nodes(job, nodes), nodes):
         return "of a size that the nodes do not hold"
     return None

@@ -47,6 +47,7 @@ SPEEDS: Mapping[str, float] = {
 _PART = re.compile(
     r"(?:(?P<kind>[A-Za-z0-9_.-]+):)?(?P<nodes>[0-9]{1,6})x(?P<each>[0-9]{1,6})"
     r"(?:/(?P<rack>[1-9][0-9]{0,5}))?"
+    r"(?:\+(?P<cpus>[0-9]{1,6}(?:\.[0-9]{1,3})?)cpu)?(?:\+(?P<memory>[0-9]{1,7}(?:\.[0-9]{1,3})?)gib)?"
 )
 _MOST_DEVICES = 100_000
 _GAVEL_TABLES = ("simulation_throughputs.json", "tacc_throughputs.json")
@@ -66,9 +67,10 @@ class Scenario:
 
 
 def read_cluster(text: str, *, kind: str = "t4") -> ClusterSpec:
-    """Return the cluster of `KIND:NODESxDEVICES[/N],...`, or of a JSON file of a `ClusterSpec`.
+    """Return the cluster of `KIND:NODESxDEVICES[/N][+Ccpu][+Ggib],...`, or of a JSON `ClusterSpec`.
 
-    A part without a kind has kind `kind`; `/N` puts N nodes into each rack. Raises ValueError for any other
+    A part without a kind has kind `kind`; `/N` puts N nodes into each rack, and `+64cpu+512gib` gives each
+    node 64 CPUs and 512 GiB of memory; without them it never lacks any. Raises ValueError for any other
     text.
 
     >>> [node.name for node in read_cluster("2x4,rtx:1x8").nodes]
@@ -114,7 +116,17 @@ def _nodes(found: re.Match[str], kind: str, before: Iterable[Node]) -> Iterable[
         if found["rack"] is not None:
             labels["rack"] = f"{kind}-rack-{index // int(found['rack']):03d}"
         name, num_devices = f"{kind}-{index:03d}", int(found["each"])
-        yield Node(name=name, kind=kind, num_devices=num_devices, labels=labels)
+        cpus, memory = (
+            None if found[key] is None else float(found[key]) for key in ("cpus", "memory")
+        )
+        yield Node(
+            name=name,
+            kind=kind,
+            num_devices=num_devices,
+            labels=labels,
+            cpus=cpus,
+            memory_gib=memory,
+        )
 
 
 def read_speeds(text: str | None) -> dict[str, float]:

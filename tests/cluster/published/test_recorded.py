@@ -152,7 +152,7 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path, row, says):
         ("submit=a,devices=b", "durations, or columns of starts and ends"),
         ("submit=a,duration=b", "Add devices=NAME"),
         ("devices=a,duration=b", "when jobs were submitted"),
-        ("submit=a,devices=b,duration=c,memory=d", "'memory=d' is not of the form"),
+        ("submit=a,devices=b,duration=c,disk=d", "'disk=d' is not of the form"),
         ("submit=a,submit=b", "each WHAT once"),
     ],
 )
@@ -183,6 +183,60 @@ def test_parts_of_a_device_and_kinds(tmp_path):
     (job,) = found.jobs
     assert (job.num_devices, job.kinds, job.duration_s) == (1, ("V100M16", "V100M32"), 10.0)
     assert found.num_rounded == 1 and found.unusable == {"in state Pending": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "cpus", "memory_gib"),
+    [
+        (
+            "helios",
+            "job_id,user,vc,gpu_num,cpu_num,node_num,state,submit_time,start_time,duration\n"
+            "1,u,v,4,16,1,FAILED,2020-06-09 18:41:27,2020-06-09 18:41:27,249\n",
+            4.0,
+            0.0,
+        ),
+        (
+            "acme",
+            "job_id,user,node_num,gpu_num,cpu_num,mem_per_pod_GB,type,state,submit_time,start_time,"
+            "end_time\nd,u,8,64,960,1000,Other,FAILED,2023-05-17 11:00:58,2023-05-17 11:01:08,"
+            "2023-05-17 11:01:16\n",
+            15.0,
+            125.0,
+        ),
+        (
+            "acme",  # Seren says nothing of memory
+            "job_id,user,node_num,gpu_num,cpu_num,type,state,submit_time,start_time,end_time\n"
+            "5,u,1,8,128,Other,FAILED,2023-03-01 00:18:22,2023-03-01 00:18:54,2023-03-01 00:20:51\n",
+            16.0,
+            0.0,
+        ),
+        (
+            "alibaba-2020",
+            "j,worker,2.0,Terminated,10.0,20.0,600.0,29.0,50.0,MISC\n",
+            12.0,  # two instances of half a device: one device
+            58.0,
+        ),
+        (
+            "alibaba-2023",
+            "name,cpu_milli,memory_mib,num_gpu,gpu_milli,gpu_spec,qos,pod_phase,creation_time,"
+            "deletion_time,scheduled_time\np,88000,327680,8,1000,,LS,Succeeded,1,9,2\n",
+            11.0,
+            40.0,
+        ),
+        (
+            "slurm",
+            "JobID|User|Submit|Start|Elapsed|State|AllocTRES\n"
+            "7|u|2024-05-01T00:00:00|2024-05-01T00:01:00|01:00:00|COMPLETED|"
+            "billing=8,cpu=64,gres/gpu=8,mem=1T,node=1\n",
+            8.0,
+            128.0,
+        ),
+    ],
+    ids=["helios", "kalos", "seren", "alibaba-2020", "alibaba-2023", "slurm"],
+)
+def test_cpus_and_memory_are_shared_evenly_by_devices(tmp_path, name, row, cpus, memory_gib):
+    (job,) = read_recorded(table(tmp_path, row), PRESETS[name]).jobs
+    assert (job.cpus_per_device, job.memory_gib_per_device) == (cpus, memory_gib)
 
 
 def test_attempts_of_philly_without_times_or_devices(tmp_path):

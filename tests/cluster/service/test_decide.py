@@ -69,7 +69,10 @@ CHANGES = {
     "no version": (lambda r: {k: r[k] for k in r if k != "version"}, "version None"),
     "an unknown field": (lambda r: r | {"partition": "x"}, "no field 'partition'"),
     "memory": (lambda r: job_with(r, memory=3), r"jobs\[0\] has no field 'memory'"),
-    "cpus of a node": (lambda r: node_with(r, cpus=3), r"nodes\[0\] has no field 'cpus'"),
+    "cpus of a job": (lambda r: job_with(r, cpus=3), r"jobs\[0\] has no field 'cpus'"),
+    "memory of a node": (lambda r: node_with(r, memory=3), r"nodes\[0\] has no field 'memory'"),
+    "too few cpus": (lambda r: node_with(r, cpus=-3), "cpus=-3"),
+    "a preference for nothing": (lambda r: job_with(r, preferred_kinds=[]), "prefers no kind"),
     "a wrong type": (lambda r: job_with(r, min_devices="2"), "must be a whole number"),
     "a wrong policy": (lambda r: r | {"policy": "wizard"}, "policy is 'wizard'"),
     "packing": (lambda r: r | {"policy": "max-min-packed"}, "Choose another one"),
@@ -247,6 +250,26 @@ def test_tables_hints_and_settings_reach_the_policy():
     for settings_, first in (({}, "a"), ({"threshold_device_s": 5.0}, "b")):
         plan = decide(read_request(json.dumps(body | {"settings": settings_})))
         assert [job.id for job in plan.jobs if job.num_devices == 8] == [first]
+
+
+def test_cpus_memory_and_preferred_kinds_are_kept_and_explained():
+    node = {"num_devices": 4, "cpus": 20, "memory_gib": 100}
+    needs = {"mode": "rigid", "num_devices": 2, "cpus_per_device": 4, "memory_gib_per_device": 10}
+    body = {
+        "version": 1, "now_s": 0,
+        "cluster": {"nodes": [{"name": "a0", "kind": "a", **node}, {"name": "b0", "kind": "b", **node}]},
+        "jobs": [{"id": f"j{i}", "preferred_kinds": ["b"], **needs} for i in range(3)]
+        + [{"id": "large", **needs, "cpus_per_device": 8, "weight": 0.3}],
+    }  # fmt: skip
+    found = {job.id: job for job in decide(read_request(json.dumps(body))).jobs}
+    assert [set(found[f"j{i}"].allocation) for i in range(3)].count({"b0"}) == 2
+    assert sum("would rather have b" in job.reason for job in found.values()) == 1
+    assert "2 a on 1 node with 8 CPUs and 10 GiB of memory per device" in found["large"].reason
+    # Two jobs leave 4 of 20 CPUs, one leaves 12; the last job needs 16.
+    why = found["large"].explanation
+    assert why is not None and why.constraint == "needs"
+    assert "needs 8 CPUs and 10 GiB of memory per device" in why.message
+    assert "node a0 has 12 CPUs and 80 GiB of memory left beside 2 free devices" in why.message
 
 
 def test_what_the_solver_prints_is_not_part_of_the_answer(capfd):

@@ -25,7 +25,7 @@ from jaxgoodput.cluster.service.record.events import (
     PlanMade,
 )
 from jaxgoodput.cluster.service.record.state import State, step
-from jaxgoodput.cluster.service.web import metrics, page
+from jaxgoodput.cluster.service.web import metrics, page, show
 from jaxgoodput.cluster.service.wire import JobShown
 from jaxgoodput.specs import Allocation, Node
 
@@ -244,6 +244,24 @@ def test_what_the_page_leaves_out_is_counted():
     assert "more jobs" not in says["Waiting"] and says["Waiting"].count("<tr>") == 81
     assert "and 30 more jobs" in says["Ended"]
     assert "more devices" in says["Devices over time"]
+
+
+def test_the_page_and_the_status_say_what_is_left_of_cpus_and_memory():
+    node = Node(name="n0", kind="cpu", num_devices=4, cpus=10.0, memory_gib=64.0)
+    needs = {"cpus_per_device": 2.5, "memory_gib_per_device": 8.0}
+    state = after(
+        NodeJoined(node=node, instance="one"),
+        NodeJoined(node=Node(name="n1", kind="cpu", num_devices=4), instance="one"),
+        JobSubmitted(submission=services.submission("a", **needs), secret="s"),
+    )
+    given = {"a": Allocation(devices={"n0": (0, 1, 2)}, generation=1)}
+    state = after(PlanMade(changes=given, solved_s=0.0, next_solve_s=1.0), state=state)
+    text = page.inner(OPERATOR, state, 1.0, page.Links())
+    assert text.count(" left") == 1 and "2.5 CPUs and 40 GiB of memory left" in text
+    shown = show.cluster(OPERATOR, state, 1.0, lambda name: 0.0)
+    assert [(n.cpus_left, n.memory_gib_left) for n in shown.nodes] == [(2.5, 40.0), (None, None)]
+    job = show.job(OPERATOR, state, state.jobs["a"], 1.0)
+    assert {name: getattr(job, name) for name in needs} == needs
 
 
 def test_metrics_say_what_an_autoscaler_needs_and_count_for_ever():

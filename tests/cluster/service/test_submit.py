@@ -38,7 +38,8 @@ def test_a_user_can_choose_all_terms_of_a_job(submission):
     usual = submission().spec
     chosen = submission(
         "--weight", "2", "--tenant", "t", "--not-preemptible", "--min-run-s", "60", "--kinds", "a,b",
-        "--level", "rack", "--budget", "5",
+        "--level", "rack", "--budget", "5", "--prefer", "b", "--preference", "2", "--cpus-per-device", "4",
+        "--memory-per-device", "32",
     ).spec  # fmt: skip
     names = {field.name for field in dataclasses.fields(JobTerms)}
     same = {name for name in names if getattr(usual, name) == getattr(chosen, name)}

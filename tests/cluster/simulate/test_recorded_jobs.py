@@ -13,8 +13,10 @@ from trace_files import LAYOUTS, LoggedJob
 from jaxgoodput import cli
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.cluster.catalogue import catalogue
-from jaxgoodput.cluster.published.recorded.read import recorded
+from jaxgoodput.cluster.published.recorded.layout import columns_layout
+from jaxgoodput.cluster.published.recorded.read import read_recorded, recorded
 from jaxgoodput.cluster.published.traces import TraceJob
+from jaxgoodput.cluster.service.wire import Submission
 from jaxgoodput.cluster.simulate import pictures
 from jaxgoodput.cluster.simulate.comparison import compare
 from jaxgoodput.cluster.simulate.jobs.durations import Amdahl, DurationTruth, read_curve
@@ -218,7 +220,20 @@ def test_jobs_of_traces_and_of_the_service_have_the_same_terms():
         assert issubclass(kind, JobTerms)
     own = {f.name for f in fields(JobSpec)} - terms
     assert own <= {f.name for f in fields(TraceJob)}
+    # What only one of them has, and why.
+    assert {f.name for f in fields(TraceJob)} - own - terms == {
+        "submit_s",  # the service notes it itself
+        "application", "num_steps", "duration_s", "global_batch_size",  # what a real job is, it does
+        "slo",  # of Gavel's traces; it becomes `deadline_s`
+    }  # fmt: skip
+    assert {f.name for f in fields(Submission)} == {
+        "spec",
+        "command", "cwd", "workdir", "variables",  # nothing is started in a simulation
+        "devices_per_process",  # traces count devices, not processes
+    }  # fmt: skip
     wanted = {
+        "preferred_kinds": ("gpu",), "preference": 2.0, "cpus_per_device": 4.0,
+        "memory_gib_per_device": 8.0,
         "weight": 3.0, "tenant": "t", "preemptible": False, "min_run_s": 60.0, "kinds": ("gpu",),
         "level": "rack", "deadline_s": 99.0, "budget": 5.0,
     }  # fmt: skip
@@ -229,6 +244,61 @@ def test_jobs_of_traces_and_of_the_service_have_the_same_terms():
     assert (spec.min_devices, spec.max_devices) == (2, 6)
     with pytest.raises(ValueError, match="allows only gpu, but its program runs on t4"):
         spec_of(trace, "rigid", 64, ("t4",))
+
+
+def test_every_term_of_a_job_can_be_a_column_of_a_trace(tmp_path):
+    wanted = {
+        "cpu": ("12", "cpus_per_device", 4.0),
+        "memory": ("24", "memory_gib_per_device", 8.0),
+        "kind": ("a|b", "kinds", ("a", "b")),
+        "prefer": ("b", "preferred_kinds", ("b",)),
+        "preference": ("2", "preference", 2.0),
+        "tenant": ("t", "tenant", "t"),
+        "min": ("2", "min_devices", 2),
+        "max": ("5", "max_devices", 5),
+        "weight": ("3", "weight", 3.0),
+        "level": ("rack", "level", "rack"),
+        "min_run": ("00:01:00", "min_run_s", 60.0),
+        "preemptible": ("no", "preemptible", False),
+        "deadline": ("300", "deadline_s", 200.0),
+        "budget": ("7", "budget", 7.0),
+    }
+    sizes = {"min_devices", "max_devices"}
+    assert {name for _, name, _ in wanted.values()} == {f.name for f in fields(JobTerms)} | sizes
+    roles = ["submit", "devices", "duration", *wanted]
+    path = tmp_path / "t.csv"
+    cells = ["100", "3", "60", *(text for text, _, _ in wanted.values())]
+    path.write_text(",".join(roles) + "\n" + ",".join(cells) + "\n")
+    layout = columns_layout(",".join(f"{role}={role}" for role in roles))
+    (found,) = read_recorded(path, layout).jobs
+    assert {name: getattr(found, name) for _, name, _ in wanted.values()} == {
+        name: value for _, name, value in wanted.values()
+    }
+    (path.parent / "w.csv").write_text(path.read_text().replace(",no,", ",maybe,"))
+    with pytest.raises(ValueError, match="'preemptible': 'maybe' is neither yes nor no"):
+        read_recorded(tmp_path / "w.csv", layout)
+
+
+def test_cpus_and_memory_limit_what_runs_together(tmp_path):
+    """Four jobs of one device, of which the CPUs of the only node are enough for two, or for one."""
+    jobs = [job(str(i), num_devices=1, cpus_per_device=4.0) for i in range(4)]
+    for text, ends in (("1x8", 1), ("1x8+8cpu", 2), ("1x8+7cpu", 4), ("1x8+100cpu+64gib", 1)):
+        scenario = recorded_scenario("t", recorded(jobs, {}), f"gpu:{text}", None)
+        found = result(scenario, "goodput")
+        last_s = max(one.finish_s for one in found.jobs)
+        assert last_s == pytest.approx(1000.0 * ends, rel=0.2), text
+    with pytest.raises(ValueError, match="--policy tiresias: does not support CPUs and memory"):
+        result(scenario, "tiresias")
+    none = recorded_scenario("t", recorded([*jobs, job("x")], {}), "gpu:1x8+3cpu", None)
+    assert [j.id for j in none.jobs] == ["x"]
+    assert "4 in need of more CPUs or memory than the nodes have" in none.remarks[0]
+
+
+def test_a_rigid_job_is_spread_if_a_node_has_too_few_cpus():
+    jobs = [job("a", num_devices=8, duration_s=1000.0, cpus_per_device=8.0)]
+    scenario = recorded_scenario("t", recorded(jobs, {}), "gpu:3x8+32cpu", None)
+    found = result(scenario, "goodput")
+    assert found.jobs[0].finish_s == pytest.approx(1000.0, rel=0.01)
 
 
 def test_a_job_that_may_not_be_preempted_keeps_its_devices():

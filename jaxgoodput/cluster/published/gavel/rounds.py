@@ -32,6 +32,7 @@ from jaxgoodput.cluster.scheduler.constraints import (
     within,
 )
 from jaxgoodput.cluster.scheduler.limits import limits_of, use_by_tenant
+from jaxgoodput.cluster.scheduler.placement.amounts import used_by_node
 from jaxgoodput.cluster.scheduler.placement.placement import place
 from jaxgoodput.cluster.scheduler.policy import Decision, JobView
 from jaxgoodput.cluster.scheduler.shapes import capacity, node_size
@@ -88,7 +89,8 @@ class RoundScheduler:
             add_devices(taken, allocation.devices)
         tenants = {job.spec.id: job.spec.tenant for job in jobs}
         kind_of = {node.name: node.kind for node in cluster.nodes}
-        rest = withhold(cluster, taken, use_by_tenant(allocations, tenants, kind_of))
+        amounts = used_by_node({job.spec.id: job.spec for job in jobs}, allocations)
+        rest = withhold(cluster, taken, use_by_tenant(allocations, tenants, kind_of), amounts)
         received = fraction_received(jobs, problem, now_s)
         urgency = priorities(problem, target, received)
         chosen = self._choose(problem, target, urgency, received, rest, set(pinned.values()))

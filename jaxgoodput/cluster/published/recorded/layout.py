@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from jaxgoodput.cluster.published.recorded.times import is_missing
 
@@ -22,11 +22,36 @@ ROLES: Mapping[str, str] = {
     "tenant": "the tenant it belongs to, instead of the user",
     "kind": "the kinds of device that it may use, separated by |",
     "application": "the program that it runs",
+    "cpu": "how many CPUs it had, on all nodes together",
+    "memory": "how much main memory it had, in GiB, on all nodes together",
+    "prefer": "the kinds of device that it would rather have, separated by |",
+    "preference": "how many times as fast another kind must be to be as good",
+    "min": "its least number of devices, if it is not rigid",
+    "max": "its greatest number of devices, if it is not rigid",
+    "weight": "its priority; 1 is normal",
+    "level": "the topology level within one domain of which it lies",
+    "min_run": "for how long it keeps its devices before others may get them",
+    "preemptible": "whether others may get its devices: yes or no",
+    "deadline": "when it is due",
+    "budget": "what it may cost",
+}
+
+# Which field of a job each role fills that is taken as it is; `read.py` derives the others.
+FIELDS: Mapping[str, str] = {
+    "preference": "preference",
+    "min": "min_devices",
+    "max": "max_devices",
+    "weight": "weight",
+    "level": "level",
+    "min_run": "min_run_s",
+    "preemptible": "preemptible",
+    "deadline": "deadline_s",
+    "budget": "budget",
 }
 
 
 def devices_in(name: str) -> Callable[[Cells], float]:
-    """Return the function that reads the number of devices in a column. It raises ValueError."""
+    """Return the function that reads a number, such as that of devices, in a column. It raises ValueError."""
 
     def read(cells: Cells) -> float:
         return number_in(cells, name)
@@ -36,7 +61,7 @@ def devices_in(name: str) -> Callable[[Cells], float]:
 
 def number_in(cells: Cells, name: str) -> float:
     """Return the number in a column; 0 if there is none. Raises ValueError for a text that is no number."""
-    text = cells[name]
+    text = cells.get(name, "")
     if is_missing(text):
         return 0.0
     try:
@@ -80,6 +105,10 @@ class TraceLayout:
     """Devices of a job; parts of one are rounded up."""
     kinds: Callable[[Cells], tuple[str, ...]] | None = None
     """Kinds of device that a job may use; empty: all."""
+    cpus: Callable[[Cells], float] = field(default=lambda _: 0.0)
+    """CPUs of a job on all nodes together; 0: unknown."""
+    memory_gib: Callable[[Cells], float] = field(default=lambda _: 0.0)
+    """Main memory of a job on all nodes together, in GiB; 0: unknown."""
     left_out: Callable[[Cells], str | None] = field(default=lambda _: None)
     """Reason for which a row is no job; None if it is one."""
 
@@ -117,15 +146,21 @@ def columns_layout(
         raise ValueError(
             f"--columns {text!r}: no column says how many devices a job had. Add devices=NAME."
         )
-    kind = columns.pop("kind", None)
+    kind, cpu, memory = (columns.pop(role, None) for role in ("kind", "cpu", "memory"))
+    amounts: dict[str, Any] = {
+        name: devices_in(column)
+        for name, column in (("cpus", cpu), ("memory_gib", memory))
+        if column is not None
+    }
     try:
         return TraceLayout(
             columns=columns,
             delimiter=delimiter,
             states=states,
-            needs=tuple(name for name in (devices, kind) if name is not None),
+            needs=tuple(name for name in (devices, kind, cpu, memory) if name is not None),
             devices=devices_in(devices),
             kinds=None if kind is None else kinds_in(kind),
+            **amounts,
         )
     except ValueError as error:
         raise ValueError(f"--columns {text!r}: {error}") from error

@@ -10,8 +10,9 @@ import pathlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from jaxgoodput.cluster.published.recorded.layout import Cells, TraceLayout
+from jaxgoodput.cluster.published.recorded.layout import FIELDS, Cells, TraceLayout
 from jaxgoodput.cluster.published.recorded.philly import philly_rows
 from jaxgoodput.cluster.published.recorded.text_file import MISFIT, table_rows
 from jaxgoodput.cluster.published.recorded.times import duration_s, is_missing, time_s
@@ -116,16 +117,66 @@ def _job(cells: Cells, layout: TraceLayout) -> tuple[TraceJob | str, bool]:
         return ("ends before it starts" if ran_s else "without a duration"), False
     submit = "submit" if "submit" in columns else "start"
     kinds = () if layout.kinds is None else layout.kinds(cells)
+    count = math.ceil(devices)
     job = TraceJob(
         id=texts.get("id", ""),
         submit_s=_read(time_s, texts[submit], columns[submit]),
         application=texts.get("application", "job"),
-        num_devices=math.ceil(devices),
+        num_devices=count,
         duration_s=ran_s,
         tenant=texts.get("tenant", texts.get("user", "default")),
         kinds=kinds or None,
+        cpus_per_device=layout.cpus(cells) / count,
+        memory_gib_per_device=layout.memory_gib(cells) / count,
+        **_terms(texts, columns),
     )
-    return job, devices != math.ceil(devices)
+    return job, devices != count
+
+
+def _terms(texts: Mapping[str, str], columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of a job that its row gives as they are, by name."""
+    found: dict[str, Any] = {
+        FIELDS[role]: _read(_PARSERS[role], text, columns[role])
+        for role, text in texts.items()
+        if role in FIELDS
+    }
+    if "prefer" in texts:
+        found["preferred_kinds"] = tuple(k.strip() for k in texts["prefer"].split("|") if k.strip())
+    return found
+
+
+def _whole(text: str) -> int:
+    number = float(text)
+    if not (number.is_integer() and 1 <= number <= 1e6):
+        raise ValueError(f"{text[:40]!r} is no number of devices, from 1 to a million")
+    return int(number)
+
+
+def _above_zero(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= 1e30:
+        raise ValueError(f"{text[:40]!r} is no number above 0")
+    return number
+
+
+def _yes_or_no(text: str) -> bool:
+    said = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
+    if text.lower() not in said:
+        raise ValueError(f"{text[:40]!r} is neither yes nor no")
+    return said[text.lower()]
+
+
+_PARSERS: Mapping[str, Callable[[str], Any]] = {
+    "preference": _above_zero,
+    "min": _whole,
+    "max": _whole,
+    "weight": _above_zero,
+    "level": str,
+    "min_run": duration_s,
+    "preemptible": _yes_or_no,
+    "deadline": time_s,
+    "budget": _above_zero,
+}
 
 
 def _unfit(texts: Mapping[str, str], layout: TraceLayout) -> str | None:

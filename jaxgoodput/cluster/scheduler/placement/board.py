@@ -13,6 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxgoodput.cluster.scheduler.placement.amounts import (
+    NOTHING,
+    Amounts,
+    amounts_of_all,
+    is_limited,
+)
 from jaxgoodput.cluster.scheduler.shapes import chunks, domain_of
 from jaxgoodput.specs import Node, Shape
 
@@ -29,6 +35,7 @@ class Request(NamedTuple):
     previous: Mapping[str, tuple[int, ...]]  # present devices, of whatever shape
     keeps: bool  # whether the present devices have the wanted shape, so that it may stay
     level: str | None = None  # all nodes must lie in one domain of this level
+    needs: Amounts = NOTHING  # CPUs and memory for each device
 
 
 class _Eviction(NamedTuple):
@@ -54,6 +61,9 @@ class Board:
         self.held: dict[str, dict[int, int]] = {}  # key -> node index -> bits
         self.requests: dict[str, Request] = {}
         self._kept: set[str] = set()  # requests that have their previous devices
+        self.is_limited = any(map(is_limited, nodes))
+        # CPUs and memory that are left on each node.
+        self.left = amounts_of_all(nodes)
         self._exclusive = one_multi_node_job_per_node
         self._networked = np.zeros(len(nodes), dtype=bool)
         self._domains: dict[str, np.ndarray] = {}
@@ -74,6 +84,7 @@ class Board:
         found.mask, found.free = list(self.mask), self.free.copy()
         found._on = None if self._on is None else list(map(set, self._on))
         found.held, found.requests = dict(self.held), dict(self.requests)
+        found.left = list(self.left)
         found._kept, found._networked = set(self._kept), self._networked.copy()
         return found
 
@@ -86,6 +97,8 @@ class Board:
                 self.free[node] -= taken.bit_count()
             if self._on is not None:
                 self._on[node].add(request.key)
+            if self.is_limited:
+                self.left[node] = self.left[node].minus(request.needs.times(taken.bit_count()))
             if len(bits) > 1:
                 self._networked[node] = True
         self.held[request.key] = dict(bits)
@@ -93,17 +106,26 @@ class Board:
 
     def release(self, key: str) -> Request:
         """Free the devices of the request with this key, remove the request from the board, and return it."""
-        bits = self.held.pop(key)
+        bits, request = self.held.pop(key), self.requests.pop(key)
         self._kept.discard(key)
         for node, taken in bits.items():
             self.mask[node] |= taken
+            if self.is_limited:
+                self.left[node] = self.left[node].plus(request.needs.times(taken.bit_count()))
             if self.up[node]:
                 self.free[node] += taken.bit_count()
             if self._on is not None:
                 self._on[node].discard(key)
             if len(bits) > 1:
                 self._networked[node] = any(len(self.held[k]) > 1 for k in self.on[node])
-        return self.requests.pop(key)
+        return request
+
+    def room(self, request: Request) -> np.ndarray:
+        """Return [nodes] how many free devices of each node the request can use, given its other needs."""
+        if not (self.is_limited and request.needs):
+            return self.free
+        pairs = zip(self.left, self.free.tolist(), strict=True)
+        return np.array([left.devices(request.needs, n) for left, n in pairs], dtype=np.int64)
 
     def keep(self, request: Request) -> bool:
         """Give the request its present devices if they have the wanted shape and are free; else False."""
@@ -114,6 +136,8 @@ class Board:
             node = self.index[name]
             taken = _mask_of(tuple(local))
             if taken & self.mask[node] != taken:
+                return False
+            if self.is_limited and not self.left[node].holds(request.needs.times(len(local))):
                 return False
             bits[node] = taken
         if self._exclusive and len(bits) > 1 and self._networked[list(bits)].any():
@@ -140,9 +164,9 @@ class Board:
 
     def _fullest(self, size: int, request: Request) -> list[int] | None:
         """Return the fullest node that has room; of equal ones the request's own, or else the first."""
-        room = np.where(self.free >= size, self.free, _NO_ROOM)
+        room = np.where(self.room(request) >= size, self.free, _NO_ROOM)
         best = int(room.argmin())
-        if self.free[best] < size:
+        if room[best] == _NO_ROOM:
             return None
         for name in request.previous:
             own = self.index.get(name)
@@ -151,7 +175,8 @@ class Board:
         return [best]
 
     def _fit_several(self, sizes: list[int], request: Request) -> list[int] | None:
-        room = np.where(self._networked, 0, self.free) if self._exclusive else self.free
+        room = self.room(request)
+        room = np.where(self._networked, 0, room) if self._exclusive else room
         own = [self.index[n] for n in request.previous if n in self.index]
         for nodes in self._domain_groups(request.level, room, sizes):
             left = np.zeros(len(self.nodes), dtype=np.int64)
@@ -269,14 +294,41 @@ class Board:
         smaller = self._smaller_on(node, request)
         if not must <= smaller:
             return None
-        need = size - int(self.free[node]) - sum(count[key] for key in gone & on | must)
+        out = gone & on | must
         holders = sorted(smaller - gone - must)
-        found = _cheapest_set([(k, count[k], self.requests[k].price) for k in holders], need)
+        need = size - int(self.free[node]) - sum(count[key] for key in out)
+        found = self._cheapest_holders(node, size, request, count, (need, out, holders))
         if found is None:
             return None
         price, keys = found
         price += sum(self.requests[k].price for k in sorted(must - gone))
         return _Eviction(price, [node], {*keys, *must})
+
+    def _cheapest_holders(
+        self,
+        node: int,
+        size: int,
+        request: Request,
+        count: Mapping[str, int],
+        known: tuple[int, set[str], list[str]],
+    ) -> tuple[float, tuple[str, ...]] | None:
+        """Choose holders whose devices, CPUs and memory are enough for a request, at the least price.
+
+        `count`: devices of each request on the node; `known`: devices that are missing, requests that leave
+        anyway, and those that may.
+        """
+        need, out, holders = known
+        prices = [self.requests[key].price for key in holders]
+        if not (self.is_limited and request.needs):
+            counts = [count[key] for key in holders]
+            return _cheapest_set(list(zip(holders, counts, prices, strict=True)), need)
+        left = self.left[node]
+        for key in out:
+            left = left.plus(self.requests[key].needs.times(count[key]))
+        wanted = request.needs.times(size)
+        lacks = (max(need, 0), *(max(w - has, 0) for w, has in zip(wanted, left, strict=True)))
+        uses = [(count[key], *self.requests[key].needs.times(count[key])) for key in holders]
+        return _cheapest_of(list(zip(holders, uses, prices, strict=True)), lacks)
 
     def _smaller_on(self, node: int, request: Request) -> set[str]:
         limit = request.shape.num_devices
@@ -363,6 +415,23 @@ def _cheapest_set(
             if missing > 0 and (left not in cheapest or total < cheapest[left][0]):
                 cheapest[left] = (total, (*keys, key))
     return cheapest.get(0)
+
+
+def _cheapest_of(
+    holders: Sequence[tuple[str, tuple[int, ...], float]], lacks: tuple[int, ...]
+) -> tuple[float, tuple[str, ...]] | None:
+    """Choose holders (key, amounts, price) that together have what is lacking, at the least total price.
+
+    As `_cheapest_set`, for several amounts at once.
+    """
+    cheapest: dict[tuple[int, ...], tuple[float, tuple[str, ...]]] = {lacks: (0.0, ())}
+    for key, amounts, cost in holders:
+        for missing, (price, keys) in sorted(cheapest.items()):
+            left = tuple(max(m - a, 0) for m, a in zip(missing, amounts, strict=True))
+            total = price + cost
+            if left != missing and (left not in cheapest or total < cheapest[left][0]):
+                cheapest[left] = (total, (*keys, key))
+    return cheapest.get((0,) * len(lacks))
 
 
 def _bits(node: Node) -> int:

@@ -31,9 +31,12 @@ def fewest_moves(
     """Return the keys of requests on the board that must move so that all pending ones fit.
 
     The board must hold every request that could keep its devices. Returns None if the program is too large,
-    is infeasible or finds nothing in time, if a pending request is neither whole nodes nor a single chunk, or
-    if it is easily seen that no moves cost less than `below`.
+    is infeasible or finds nothing in time, if a pending request is neither whole nodes nor a single chunk,
+    or needs CPUs or memory that nodes may run short of, or if it is easily seen that no moves cost less than
+    `below`.
     """
+    if board.is_limited and any(request.needs for request in pending):
+        return None
     size = board.node_size
     parts = [chunks(request.shape, size) for request in pending]
     for request, part in zip(pending, parts, strict=True):

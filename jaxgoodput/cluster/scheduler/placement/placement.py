@@ -7,8 +7,10 @@ moves more of them, but finds room for odd sizes. Kinds are independent of each 
 """
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 
+from jaxgoodput.cluster.scheduler.placement.amounts import needs_together
 from jaxgoodput.cluster.scheduler.placement.board import Board, Request
 from jaxgoodput.cluster.scheduler.placement.fewest_moves import fewest_moves
 from jaxgoodput.cluster.scheduler.placement.packing import JobParts, pack
@@ -108,6 +110,7 @@ def _request(
         previous=previous,
         keeps=keeps,
         level=levels[0] if levels and shape.num_nodes > 1 else None,
+        needs=needs_together(map(operator.attrgetter("spec"), views)),
     )
 
 
@@ -170,10 +173,11 @@ def _placed_anew(nodes: list[Node], requests: list[Request]) -> Board | None:
             sizes=its,
             domains=None if r.level is None else tuple(board.domain_ids(r.level).tolist()),
             own=frozenset(board.index[name] for name in r.previous if name in board.index),
+            needs=r.needs,
         )
         for r, its in zip(order, sizes, strict=True)
     ]
-    found = pack(board.free.tolist(), wanted)
+    found = pack(board.free.tolist(), wanted, board.left)
     if found is None:
         return None
     where = [dict(zip(its, size, strict=True)) for its, size in zip(found, sizes, strict=True)]

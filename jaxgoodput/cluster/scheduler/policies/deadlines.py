@@ -59,7 +59,8 @@ class _Supplies:
     @classmethod
     def of(cls, problem: ShapeProblem) -> "_Supplies":
         """Return the supplies of a problem: first all devices together, then each limit on tenants."""
-        limits = problem.limits()
+        # CPUs and memory have no queue of their own: jobs that lack them are no earlier with fewer devices.
+        limits = [limit for limit in problem.limits() if limit[0].tenants]
         total = float(sum(problem.supply.values()))
         most, use, counts = [total], [problem.devices.astype(float)], [np.ones(len(problem.jobs))]
         hours, said = [False], ["device-seconds in the cluster"]

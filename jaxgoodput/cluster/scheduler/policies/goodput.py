@@ -214,7 +214,7 @@ class Goodput:
         weight = self._weight(then.weights)
         if cluster.tenants and self.fairness > 0:
             weight = weight * fair_factors(problem, self.fairness)
-        goodput = with_doubt(problem)
+        goodput = with_preferences(with_doubt(problem), problem)
         market = clearing_prices(
             goodput,
             weight,
@@ -327,6 +327,19 @@ def clearing_prices(
     np.maximum.at(fastest, position[chosen], rate[chosen])
     best[job[start]] = fastest
     return Market(prices, cost, best)
+
+
+def with_preferences(goodput: np.ndarray, problem: ShapeProblem) -> np.ndarray:
+    """Return [jobs, shapes] goodput, divided by `JobSpec.preference` on kinds that a job does not prefer."""
+    likes = [i for i, view in enumerate(problem.jobs) if view.spec.preferred_kinds is not None]
+    if not likes:
+        return goodput
+    found = goodput.copy()
+    for row in likes:
+        spec = problem.jobs[row].spec
+        liked = np.array([kind in (spec.preferred_kinds or ()) for kind in problem.kinds], bool)
+        found[row, ~liked[problem.kind]] /= spec.preference
+    return found
 
 
 def with_usual_kinds(problem: ShapeProblem) -> np.ndarray:

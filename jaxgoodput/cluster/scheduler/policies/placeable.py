@@ -23,13 +23,30 @@ from jaxgoodput.cluster.scheduler.constraints import (
     withhold,
 )
 from jaxgoodput.cluster.scheduler.limits import use_by_tenant
+from jaxgoodput.cluster.scheduler.placement.amounts import (
+    PLENTY,
+    UNLIMITED,
+    amounts_of,
+    needs_of,
+    needs_together,
+    some_limited,
+    too_much,
+    used_by_node,
+)
 from jaxgoodput.cluster.scheduler.placement.placement import place
 from jaxgoodput.cluster.scheduler.policies.promises import Promises
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
-from jaxgoodput.cluster.scheduler.shapes import allowed, chunks, domain_of, node_size
+from jaxgoodput.cluster.scheduler.shapes import (
+    allowed,
+    chunks,
+    domain_of,
+    fitting,
+    node_size,
+)
 from jaxgoodput.cluster.scheduler.solve.assignment import Choice
+from jaxgoodput.cluster.scheduler.solve.by_node import solve_by_node
 from jaxgoodput.cluster.scheduler.solve.joint import Area, JointProblem, solve_jointly
-from jaxgoodput.specs import Allocation, Shape
+from jaxgoodput.specs import Allocation, Node, Shape
 
 LARGEST = 1_500  # pairs of a job and a shape in the program with nodes: tenths of a second
 FEW_PROMISES = 64  # that are tried one after the other if they do not all fit together
@@ -136,7 +153,10 @@ def _chosen_jointly(
     job, shape = np.nonzero(~np.isnan(utility) & ((utility > 0.0) | forced[:, None]))
     joint = _joint_problem(problem, utility, job, shape, forced)
     time_limit_s = min(rules.time_limit_s, JOINT_TIME_S)
-    found = solve_jointly(joint, min(rules.relative_gap, JOINT_GAP), time_limit_s)
+    gap = min(rules.relative_gap, JOINT_GAP)
+    found = solve_jointly(joint, gap, time_limit_s)
+    if found is None and joint.num_amounts > 1:
+        found = solve_by_node(joint, gap, time_limit_s)
     if found is None:
         return None
     chosen = np.where(found.item >= 0, shape[found.item], -1)
@@ -155,7 +175,11 @@ def _joint_problem(
 ) -> JointProblem:
     """Return the problem with its nodes, for these pairs of jobs and shapes."""
     size = node_size(problem.cluster)
-    parts = [tuple(chunks(s, size[s.kind])) for s in problem.shapes]
+    parts = [chunks(s, size[s.kind]) for s in problem.shapes]
+    limited = _limited_amounts(problem)
+    needs = [
+        tuple(needs_of(view.spec)[at] for at in limited) if limited else () for view in problem.jobs
+    ]
     several = np.array([len(its) > 1 for its in parts], bool)
     level_of = [view.spec.level for view in problem.jobs]
     used = {level_of[j] for j in set(job[several[shape]].tolist())} - {None}
@@ -171,12 +195,24 @@ def _joint_problem(
         value=utility[job, shape],
         kind=problem.kind[shape],
         level=np.array([index.get(level_of[j], -1) for j in job.tolist()], np.int64),
-        parts=[parts[s] for s in shape.tolist()],
+        parts=[
+            tuple((part, *(part * need for need in needs[j])) for part in parts[s])
+            for j, s in zip(job.tolist(), shape.tolist(), strict=True)
+        ],
         forced=forced,
         use=np.stack(use, 1) if use else np.zeros((len(job), 0)),
         limit=np.array([limit.left for limit, _, _ in limits], np.float64),
-        areas=_areas(problem, levels),
+        areas=_areas(problem, levels, limited),
     )
+
+
+def _limited_amounts(problem: ShapeProblem) -> list[int]:
+    """Return which amounts (CPUs 0, memory 1) jobs need and nodes may run short of."""
+    if not some_limited(problem.cluster):
+        return []
+    total = needs_together(view.spec for view in problem.jobs)
+    has = [amounts_of(node) for node in problem.cluster.nodes]
+    return [at for at in range(len(total)) if total[at] and min(one[at] for one in has) < UNLIMITED]
 
 
 def _numbers(problem: ShapeProblem, level: str) -> dict[str, int]:
@@ -187,17 +223,23 @@ def _numbers(problem: ShapeProblem, level: str) -> dict[str, int]:
     }
 
 
-def _areas(problem: ShapeProblem, levels: Sequence[str]) -> list[Area]:
-    """Return the nodes of the cluster, equal ones together."""
+def _room_of(node: Node, limited: Sequence[int]) -> tuple[int, ...]:
+    """Return the usable devices of a node, and what it has of the amounts that count."""
+    has = amounts_of(node) if limited else PLENTY
+    return node.num_usable, *(has[at] for at in limited)
+
+
+def _areas(problem: ShapeProblem, levels: Sequence[str], limited: Sequence[int]) -> list[Area]:
+    """Return the nodes of the cluster, equal ones together; `limited`: amounts that count."""
     names = [_numbers(problem, level) for level in levels]
     kinds = {kind: i for i, kind in enumerate(problem.kinds)}
-    count: dict[tuple[int, tuple[int, ...], int], int] = {}
+    count: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
     for node in problem.cluster.nodes:
         if node.state == "up" and node.num_usable and node.kind in kinds:
             where = tuple(
                 ids[domain_of(node, level)] for level, ids in zip(levels, names, strict=True)
             )
-            key = kinds[node.kind], where, node.num_usable
+            key = kinds[node.kind], where, _room_of(node, limited)
             count[key] = count.get(key, 0) + 1
     return [Area(*key, number) for key, number in sorted(count.items())]
 
@@ -243,8 +285,38 @@ def _chosen_in_turn(
                 shape[row[id_]] = choice.shape[row[id_]]
             else:
                 _forbid(open_, problem, row[id_], its)
+    _fill_up(problem, utility, shape, allocations, rules)
     bound = first.choice.bound
     return PlacedChoice(_as_choice(utility, shape, bound, first.choice), allocations)
+
+
+def _fill_up(
+    problem: ShapeProblem,
+    utility: np.ndarray,
+    shape: np.ndarray,
+    allocations: dict[str, Allocation],
+    rules: PlacingRules,
+):
+    """Start, in place, jobs that wait although one of their shapes fits onto what is free.
+
+    A shape that did not fit once may do so later, because jobs that were in its way moved on.
+    """
+    row = {view.spec.id: i for i, view in enumerate(problem.jobs)}
+    for _ in range(MOST_ROUNDS):
+        rest = _without(problem, allocations)
+        fits = fitting(problem.jobs, problem.shapes, rest.cluster) & (shape < 0)[:, None]
+        open_ = np.where(fits, utility, np.nan)
+        if not (open_ > 0.0).any():
+            break
+        choice = rest.choose(
+            open_, relative_gap=rules.relative_gap, time_limit_s=rules.time_limit_s
+        )
+        placed = place(problem.wanted(choice), problem.jobs, rest.cluster)
+        if not placed:  # limits of tenants are in the way
+            break
+        allocations |= placed
+        for id_ in placed:
+            shape[row[id_]] = choice.shape[row[id_]]
 
 
 def _forbid(utility: np.ndarray, problem: ShapeProblem, job: int, shape: Shape):
@@ -261,7 +333,8 @@ def _without(problem: ShapeProblem, allocations: Mapping[str, Allocation]) -> Sh
     tenants = {view.spec.id: view.spec.tenant for view in problem.jobs}
     kind_of = {node.name: node.kind for node in problem.cluster.nodes}
     used = use_by_tenant(allocations, tenants, kind_of)
-    return replace(problem, cluster=withhold(problem.cluster, taken, used))
+    amounts = used_by_node({view.spec.id: view.spec for view in problem.jobs}, allocations)
+    return replace(problem, cluster=withhold(problem.cluster, taken, used, amounts))
 
 
 def _as_choice(utility: np.ndarray, shape: np.ndarray, bound: float, first: Choice) -> Choice:
@@ -298,6 +371,9 @@ def _with_fewer_moves(
     if cost <= rules.relative_gap * abs(found.choice.objective):
         return found
     still = {problem.jobs[i].spec.id: problem.jobs[i].allocation for i in np.flatnonzero(stays)}
+    specs = {view.spec.id: view.spec for view in problem.jobs}
+    if too_much(problem.cluster, specs, still) is not None:
+        return found  # a node has fewer CPUs or less memory than before
     rest = _without(problem, still)
     others = np.where(stays[:, None], np.nan, utility)
     must = promised.at_least | (promised.pinned >= 0)

@@ -127,20 +127,20 @@ class Room:
         units = [per_device[problem.kind] * problem.devices for _, _, per_device in limits]
         self._use = np.vstack([rows.matrix, *units])  # [rows and limits, shapes]
         self._left = np.concatenate([rows.limits, [limit.left for limit, _, _ in limits]])
-        # [jobs, rows and limits] which of them a job uses: all rows, and the limits of its tenant.
-        every = np.ones((len(problem.jobs), len(rows.limits)), bool)
+        # [jobs, rows and limits] how far a job counts: for all rows, and for the limits that are on it.
+        every = np.ones((len(problem.jobs), len(rows.limits)))
         self._counts = np.column_stack([every, *(counted for _, counted, _ in limits)])
 
     def take(self, job: int, shapes: Sequence[int]) -> int | None:
         """Take the first of these shapes that fits and return it; None if none does."""
         counted = self._counts[job]
         for shape in shapes:
-            use = np.where(counted, self._use[:, shape], 0.0)
-            if (use <= np.where(counted, self._left, np.inf) + 1e-9).all():
+            use = counted * self._use[:, shape]
+            if (use <= np.where(counted > 0, self._left, np.inf) + 1e-9).all():
                 self._left = self._left - use
                 return int(shape)
         return None
 
     def give_back(self, job: int, shape: int):
         """Undo `take`: give back what the job's shape had taken of devices and limits."""
-        self._left = self._left + np.where(self._counts[job], self._use[:, shape], 0.0)
+        self._left = self._left + self._counts[job] * self._use[:, shape]

@@ -7,13 +7,22 @@ from functools import cached_property
 import numpy as np
 
 from jaxgoodput.cluster.scheduler.constraints import on_offer
-from jaxgoodput.cluster.scheduler.limits import Limit, counts, limits_of, per_device
+from jaxgoodput.cluster.scheduler.limits import (
+    Limit,
+    amount_limits,
+    counts,
+    limits_of,
+    per_device,
+)
+from jaxgoodput.cluster.scheduler.placement.amounts import needed_in_words, needs_of
 from jaxgoodput.cluster.scheduler.placement.placement import place
 from jaxgoodput.cluster.scheduler.policy import Decision, JobView
 from jaxgoodput.cluster.scheduler.shapes import (
     capacity,
     capacity_rows,
+    devices_in_words,
     goodput_matrix,
+    needs_reason,
     no_shape_reason,
     present_shapes,
     shape_in_words,
@@ -113,16 +122,24 @@ class ShapeProblem:
         devices = np.append(self.devices, 0)[self.present]
         kind = np.append(self.kind, -1)[self.present]
         for limit, counted, units in self.limits():
-            its = stays & counted
-            if (devices * np.append(units, 0.0)[kind])[its].sum() > limit.left + 1e-9:
+            its = stays & (counted > 0)
+            use = devices * np.append(units, 0.0)[kind] * counted
+            if use[its].sum() > limit.left + 1e-9:
                 stays &= ~its
         return np.where(stays, self.present, -1)
 
     def limits(self) -> list[tuple[Limit, np.ndarray, np.ndarray]]:
-        """Return each limit, with [jobs] whether a job counts and [kinds] how much of it a device uses up."""
+        """Return each limit, with [jobs] how far a job counts and [kinds] how much of it a device uses up.
+
+        A job uses the product for each device. If a limit is on tenants, a job counts (1) or not (0); if on
+        CPUs or memory, it counts with what it needs for each device.
+        """
         found = limits_of(self.cluster)
         counted = counts(found, [view.spec.tenant for view in self.jobs])
-        return list(zip(found, counted, per_device(found, self.kinds), strict=True))
+        limits = list(zip(found, counted, per_device(found, self.kinds), strict=True))
+        for limit, needs, kind in amount_limits(self.cluster, [view.spec for view in self.jobs]):
+            limits.append((limit, needs, np.array([k == kind for k in self.kinds], np.float64)))
+        return limits
 
     def sizes(self, job: int) -> list[int]:
         """Return the shapes that a job may have, the smallest first."""
@@ -209,7 +226,7 @@ class ShapeProblem:
         ]
         more = np.flatnonzero(~np.array(plain, bool))
         quotas = [
-            Quota(jobs=counted, limit=limit.left, per_device=None if limit.price is None else units)
+            Quota(jobs=counted, limit=limit.left, per_device=units)
             for limit, counted, units in self.limits()
         ]
         return allocate(
@@ -261,7 +278,8 @@ class ShapeProblem:
         for row, view in enumerate(self.jobs):
             id_ = view.spec.id
             if id_ in allocations:
-                reasons[id_] = self._why(row, int(choice.shape[row]), allocations[id_], takers)
+                why = self._why(row, int(choice.shape[row]), allocations[id_], takers)
+                reasons[id_] = why + self._other_kind(row, int(choice.shape[row]), left)
             elif id_ in wanted:
                 said = shape_in_words(wanted[id_])
                 reasons[id_] = f"waits: {said} do not fit beside jobs that were placed before it"
@@ -292,10 +310,10 @@ class ShapeProblem:
         chosen = np.flatnonzero(choice.shape >= 0)
         for limit, counted, units in self.limits():
             use = units[self.kind] * self.devices
-            its = chosen[counted[chosen]]
-            left = limit.left - use[choice.shape[its]].sum()
+            left = limit.left - (use[choice.shape[chosen]] * counted[chosen]).sum()
             least = np.where(np.isnan(self.goodput), np.inf, use).min(1)
-            for job in np.flatnonzero(counted & (least > left + 1e-9)):
+            least = np.where(counted > 0, least * counted, -np.inf)
+            for job in np.flatnonzero(least > left + 1e-9):
                 found[job] = found[job] or limit
         return found
 
@@ -304,6 +322,8 @@ class ShapeProblem:
         sizes = self.sizes(row)
         if not sizes:
             # `reconcile` has taken out what held jobs and reservations use.
+            if why := needs_reason(view, self.cluster):
+                return why
             status = "that are neither held nor reserved"
             offered = set(self.shapes).__contains__
             return no_shape_reason(view, self.supply, offered, status=status)
@@ -317,9 +337,11 @@ class ShapeProblem:
         if left[kind] >= self.supply.get(kind, 0):
             return "the policy leaves the devices idle that it could have"
         if left[kind] >= least:
+            needs = needs_of(view.spec)
+            beside = f" with {needed_in_words(needs)}" if needs else ""
             return (
                 f"{left[kind]} devices of kind {kind} are free, but not together as "
-                f"{shape_in_words(self.shapes[sizes[0]])}, and making room would cost others more"
+                f"{shape_in_words(self.shapes[sizes[0]])}{beside}, and making room would cost others more"
             )
         return "other jobs make better use of every device that it could have"
 
@@ -348,6 +370,14 @@ class ShapeProblem:
         if before >= 0 and goodput[before] > 0:
             return f"gets {said}: {goodput[shape] / goodput[before]:.2f} times its present goodput"
         return f"gets {said}"
+
+    def _other_kind(self, row: int, shape: int, left: Mapping[str, int]) -> str:
+        """Say how many devices of the kinds that a job prefers are free, if it gets another kind."""
+        preferred, kind = self.jobs[row].spec.preferred_kinds, self.shapes[shape].kind
+        if preferred is None or kind in preferred:
+            return ""
+        free = devices_in_words({name: left.get(name, 0) for name in preferred})
+        return f"; it would rather have {' or '.join(preferred)} ({free} free)"
 
     def _why_moved(self, left: Allocation, takers: _Takers) -> str:
         """Explain why a job moves to other devices although its shape stays the same."""

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxgoodput.cluster.scheduler.constraints import on_offer
+from jaxgoodput.cluster.scheduler.placement.amounts import too_much
 from jaxgoodput.cluster.scheduler.policies.placeable import PlacedChoice
 from jaxgoodput.cluster.scheduler.policies.promises import Promises
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
@@ -127,7 +128,7 @@ def unchanged(
 
 
 def _still_there(problem: ShapeProblem, allocations: Mapping[str, Allocation]) -> bool:
-    """Return whether the cluster has all these devices, and no two jobs hold the same."""
+    """Return whether the cluster has all these devices and what they need, and no two jobs hold the same."""
     taken: dict[str, int] = {}  # bits
     for allocation in allocations.values():
         if not on_offer(allocation, problem.nodes, draining=True):
@@ -137,14 +138,15 @@ def _still_there(problem: ShapeProblem, allocations: Mapping[str, Allocation]) -
             if its & others:
                 return False
             taken[name] = its | others
-    return True
+    specs = {view.spec.id: view.spec for view in problem.jobs}
+    return too_much(problem.cluster, specs, allocations) is None
 
 
 def _within_limits(problem: ShapeProblem) -> bool:
-    """Return whether the jobs that run stay within each limit on tenants."""
+    """Return whether the jobs that run stay within each limit."""
     shape = problem.present[problem.running]
     return all(
-        (units[problem.kind] * problem.devices)[shape][counted[problem.running]].sum()
+        ((units[problem.kind] * problem.devices)[shape] * counted[problem.running]).sum()
         <= limit.left + 1e-9
         for limit, counted, units in problem.limits()
     )

@@ -22,7 +22,7 @@ class Quota:
     """A limit on what some jobs use together, in devices or any unit that grows with devices."""
 
     jobs: np.ndarray
-    """[jobs] bool: whether a job's use counts."""
+    """[jobs] how far a job's use counts: 1 or 0, or units for each of its devices."""
     limit: float | int
     per_device: np.ndarray | None = None
     """[kinds] units that one device counts, at least 0; None = 1."""

@@ -2,8 +2,8 @@
 
 The rows of `shapes.capacity_rows` are only necessary if sizes are odd or jobs must stay within a rack. Here
 the nodes are part of the program. A *pattern* says how many parts of each size one node holds (5 + 3, or 4 +
-4, on a node of 8). Equal nodes need no variables of their own, only how many of them have which pattern, so
-that the program stays small:
+4, on a node of 8). If CPUs or memory count, parts differ in them, too. Equal nodes need no variables of their
+own, only how many of them have which pattern, so that the program stays small:
 
     max  sum value x
     s.t. sum_{items of a job} x <= 1 (= 1 if it must run), and the limits of tenants
@@ -31,14 +31,18 @@ MOST_PATTERNS = 400  # of one node
 NODE_LIMIT = 1_000
 
 
+Part = tuple[int, ...]
+"""What a job takes of one node: devices, and the CPUs and memory that they need if these count."""
+
+
 class Area(NamedTuple):
     """Equal nodes: of one kind and size, in the same domains."""
 
     kind: int
     domains: tuple[int, ...]
     """Domain at each level in use."""
-    size: int
-    """Devices that may be given away on one node."""
+    room: tuple[int, ...]
+    """Devices that may be given away on one node, and its CPUs and memory if these count."""
     number: int
 
 
@@ -54,8 +58,8 @@ class JointProblem:
     """[items] kind of device."""
     level: np.ndarray
     """[items] level that the job may not leave, -1 = none."""
-    parts: Sequence[tuple[int, ...]]
-    """[items] devices on each node."""
+    parts: Sequence[tuple[Part, ...]]
+    """[items] what it takes of each of its nodes."""
     forced: np.ndarray
     """[jobs] bool: takes exactly one item; other jobs take at most one."""
     use: np.ndarray
@@ -63,6 +67,11 @@ class JointProblem:
     limit: np.ndarray
     """[limits]."""
     areas: Sequence[Area]
+
+    @property
+    def num_amounts(self) -> int:
+        """Number of amounts that count: devices alone, or CPUs or memory as well."""
+        return max((len(area.room) for area in self.areas), default=1)
 
 
 class JointSelection(NamedTuple):
@@ -76,14 +85,8 @@ def solve_jointly(
     problem: JointProblem, relative_gap: float, time_limit_s: float
 ) -> JointSelection | None:
     """Return a choice that the nodes hold; None if the program is too large, infeasible or out of time."""
-    program = _Program()
-    taken = [program.variable(value, 1.0) for value in problem.value]
-    for job, items in _groups(problem.job.tolist()).items():
-        least = 1.0 if problem.forced[job] else -np.inf
-        program.row([(taken[i], 1.0) for i in items], least, 1.0)
-    for column, most in enumerate(problem.limit):
-        used = problem.use[:, column]
-        program.row([(taken[i], used[i]) for i in np.flatnonzero(used)], -np.inf, most)
+    program = NodeProgram()
+    taken = add_items(program, problem)
     for kind in np.unique(problem.kind).tolist():
         items = np.flatnonzero(problem.kind == kind).tolist()
         areas = [area for area in problem.areas if area.kind == kind]
@@ -91,6 +94,29 @@ def solve_jointly(
             return None
     if len(program.value) > LARGEST:
         return None
+    return selection(program, problem, taken, relative_gap, time_limit_s)
+
+
+def add_items(program: "NodeProgram", problem: JointProblem) -> list[int]:
+    """Add a variable for each item, with the rules on what a job takes and on limits; return them."""
+    taken = [program.variable(value, 1.0) for value in problem.value]
+    for job, items in _groups(problem.job.tolist()).items():
+        least = 1.0 if problem.forced[job] else -np.inf
+        program.row([(taken[i], 1.0) for i in items], least, 1.0)
+    for column, most in enumerate(problem.limit):
+        used = problem.use[:, column]
+        program.row([(taken[i], used[i]) for i in np.flatnonzero(used)], -np.inf, most)
+    return taken
+
+
+def selection(
+    program: "NodeProgram",
+    problem: JointProblem,
+    taken: Sequence[int],
+    relative_gap: float,
+    time_limit_s: float,
+) -> JointSelection | None:
+    """Solve a program and return the items that it takes; None if it found nothing."""
     result = program.solve(relative_gap, time_limit_s)
     if result.x is None:
         return None
@@ -102,7 +128,7 @@ def solve_jointly(
 
 
 def _add_nodes(
-    program: "_Program",
+    program: "NodeProgram",
     problem: JointProblem,
     items: list[int],
     areas: list[Area],
@@ -111,9 +137,9 @@ def _add_nodes(
     """Add what holds the parts of one kind's items; return False if a node has too many patterns."""
     sizes = sorted({part for i in items for part in problem.parts[i]}, reverse=True)
     where = sorted({area.domains for area in areas})
-    slots: dict[tuple[tuple[int, ...], int], list[tuple[int, float]]] = defaultdict(list)
+    slots: dict[tuple[tuple[int, ...], Part], list[tuple[int, float]]] = defaultdict(list)
     for area in areas:
-        every = patterns(area.size, tuple(s for s in sizes if s <= area.size))
+        every = patterns(area.room, tuple(s for s in sizes if _fits(s, area.room)))
         held = list(itertools.islice(every, MOST_PATTERNS + 1))
         if len(held) > MOST_PATTERNS:
             return False
@@ -177,26 +203,35 @@ def _add_level(program, level, its, where, sizes, drawn, taken):
             program.row([*need, *supply], -np.inf, 0.0)
 
 
-def patterns(room: int, sizes: tuple[int, ...]) -> Iterator[Counter[int]]:
-    """Yield the ways to fill a node with parts of these sizes, to which no further part can be added.
+def patterns(room: Part, parts: tuple[Part, ...]) -> Iterator[Counter[Part]]:
+    """Yield the ways to fill a node with such parts, to which no further part can be added.
 
-    >>> [dict(pattern) for pattern in patterns(8, (5, 3))]
-    [{5: 1, 3: 1}, {3: 2}]
+    >>> [dict(pattern) for pattern in patterns((8,), ((5,), (3,)))]
+    [{(5,): 1, (3,): 1}, {(3,): 2}]
     """
-    if not sizes:
+    if not parts:
         yield Counter()
         return
 
-    def fill(left: int, at: int) -> Iterator[Counter[int]]:
-        size = sizes[at]
-        if at == len(sizes) - 1:
-            yield Counter({size: left // size} if left >= size else {})
+    def most(left: Part, part: Part) -> int:
+        return min(has // need for has, need in zip(left, part, strict=True) if need > 0)
+
+    def fill(left: Part, at: int) -> Iterator[Counter[Part]]:
+        part = parts[at]
+        held = most(left, part)
+        if at == len(parts) - 1:
+            yield Counter({part: held} if held else {})
             return
-        for count in range(left // size, -1, -1):
-            for rest in fill(left - count * size, at + 1):
-                yield Counter({size: count}) + rest
+        for count in range(held, -1, -1):
+            rest = tuple(has - count * need for has, need in zip(left, part, strict=True))
+            for other in fill(rest, at + 1):
+                yield Counter({part: count}) + other
 
     yield from fill(room, 0)
+
+
+def _fits(part: Part, room: Part) -> bool:
+    return all(need <= has for need, has in zip(part, room, strict=True))
 
 
 def _groups(keys) -> dict:
@@ -207,7 +242,7 @@ def _groups(keys) -> dict:
     return dict(found)
 
 
-class _Program:
+class NodeProgram:
     """A mixed integer program that grows variable by variable and row by row."""
 
     def __init__(self):

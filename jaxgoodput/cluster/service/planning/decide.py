@@ -13,6 +13,7 @@ from absl import logging
 from jaxgoodput.cluster.catalogue import PolicyEntry
 from jaxgoodput.cluster.scheduler.alternatives import changes, shapes_of, with_job
 from jaxgoodput.cluster.scheduler.explain import explain
+from jaxgoodput.cluster.scheduler.placement.amounts import needs_of
 from jaxgoodput.cluster.scheduler.policy import AvoidedNode, JobView, Plan
 from jaxgoodput.cluster.scheduler.reconcile import reconcile
 from jaxgoodput.cluster.scheduler.restart_estimate import estimated_restart_s
@@ -75,11 +76,11 @@ def views_of(
     used = _used_by_tenant(state, now_s, rules.half_life_s) if rules.sharing.tenants else {}
     views, reported = [], faults.in_force(state.faults, now_s)
     experience = _experience(state)
-    own: dict[tuple, set[Shape]] = {}  # by what it depends on: the job's limits on sizes and kinds
+    own: dict[tuple, set[Shape]] = {}  # by what it depends on: the job's limits and needs
     for entry in map(_without_released, state.active.values()):
         entry = entry if rules.named.mode == "adaptive" else _rigid(entry, cluster)
         spec = entry.spec
-        limits = (*size_limits(spec), spec.kinds)
+        limits = (*size_limits(spec), spec.kinds, needs_of(spec))
         if limits not in own:
             own[limits] = own_shapes(cluster, spec)
         table = _table(entry, sorted(offered | own[limits]), now_s, tables)

@@ -12,6 +12,8 @@ from urllib.parse import quote
 from jaxgoodput.cluster.service.record.commands import Caller
 from jaxgoodput.cluster.service.record.state import JobEntry, State, owners
 from jaxgoodput.cluster.service.web.show import (
+    amounts_left,
+    left_in_words,
     name_for,
     node_faults,
     progress,
@@ -146,6 +148,7 @@ def _nodes(caller: Caller, state: State, painted: Mapping[str, str], now_s: floa
     if not state.nodes:
         return "<p class=dim>No node has joined: <code>jaxgoodput node --scheduler URL</code>.</p>"
     owner, faults = owners(state), node_faults(caller, state, now_s)
+    amounts = amounts_left(state)
     rows = []
     for name, entry in list(state.nodes.items())[:MOST_ROWS]:
         boxes, said = [], state_in_words(entry.node.state, entry.why)
@@ -160,6 +163,7 @@ def _nodes(caller: Caller, state: State, painted: Mapping[str, str], now_s: floa
                 )
         if (left := entry.node.num_devices - len(boxes)) > 0:
             boxes.append(f"and {left} more")
+        boxes += left_in_words(*amounts[name])
         rows.append(
             (
                 html.escape(name),

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from jaxgoodput.cluster.service.record import faults
 from jaxgoodput.cluster.service.record.commands import Caller
@@ -48,6 +49,10 @@ def job(
         hints=entry.hints,
         past=entry.past if whole else (),
         apart=_faults(caller, state, reported),
+        kinds=spec.kinds,
+        preferred_kinds=spec.preferred_kinds,
+        cpus_per_device=spec.cpus_per_device,
+        memory_gib_per_device=spec.memory_gib_per_device,
     )
 
 
@@ -128,6 +133,46 @@ def _faults(
     )
 
 
+class AmountsLeft(NamedTuple):
+    """CPUs and GiB of memory of a node that no job uses; None: jobs are never short of them."""
+
+    cpus: float | None
+    memory_gib: float | None
+
+
+def amounts_left(state: State) -> dict[str, AmountsLeft]:
+    """Return, by node, the CPUs and the memory that no job uses."""
+    cpus, memory_gib = dict.fromkeys(state.nodes, 0.0), dict.fromkeys(state.nodes, 0.0)
+    for entry in state.active.values():
+        for name, local in entry.allocation.devices.items():
+            cpus[name] += entry.spec.cpus_per_device * len(local)
+            memory_gib[name] += entry.spec.memory_gib_per_device * len(local)
+
+    def left(has: float | None, used: float) -> float | None:
+        return None if has is None else max(round(has - used, 3), 0.0)
+
+    return {
+        name: AmountsLeft(
+            left(entry.node.cpus, cpus[name]), left(entry.node.memory_gib, memory_gib[name])
+        )
+        for name, entry in state.nodes.items()
+    }
+
+
+def left_in_words(cpus: float | None, memory_gib: float | None) -> list[str]:
+    """Return what is left of a node's CPUs and memory, in words; [] if neither is limited.
+
+    >>> left_in_words(12.0, None)
+    ['12 CPUs left']
+    """
+    parts = [
+        f"{left:g} {unit}"
+        for left, unit in ((cpus, "CPUs"), (memory_gib, "GiB of memory"))
+        if left is not None
+    ]
+    return [f"{' and '.join(parts)} left"] if parts else []
+
+
 def fault_in_words(fault: FaultShown, now_s: float) -> str:
     """Return what a job reported of a node, and for how much longer the node is kept apart from whom.
 
@@ -165,6 +210,7 @@ def cluster(
         for name, local in entry.allocation.devices.items():
             jobs[name][shown] = tuple(sorted((*jobs[name].get(shown, ()), *local)))
     reported = node_faults(caller, state, now_s)
+    left = amounts_left(state)
     nodes = tuple(
         NodeShown(
             node=entry.node,
@@ -172,6 +218,8 @@ def cluster(
             silent_s=silent_s(name),
             why=entry.why,
             faults=reported.get(name, ()),
+            cpus_left=left[name].cpus,
+            memory_gib_left=left[name].memory_gib,
         )
         for name, entry in state.nodes.items()
     )

@@ -13,14 +13,15 @@ from dataclasses import replace
 import numpy as np
 
 from jaxgoodput.cluster.published.traces import TraceJob
+from jaxgoodput.cluster.scheduler.placement.amounts import needs_of, some_limited
 from jaxgoodput.cluster.scheduler.policy import JobView
 from jaxgoodput.cluster.scheduler.restart_estimate import estimated_restart_s
-from jaxgoodput.cluster.scheduler.shapes import shapes
+from jaxgoodput.cluster.scheduler.shapes import own_shapes, shapes, size_limits
 from jaxgoodput.cluster.scheduler.work_left import EndedJob, Experience
 from jaxgoodput.cluster.simulate.jobs.job import Truth, every_size
 from jaxgoodput.cluster.simulate.jobs.tracked import TrackedJob, device_kinds
 from jaxgoodput.cluster.simulate.settings import Settings
-from jaxgoodput.specs import ClusterSpec, Shape
+from jaxgoodput.specs import ClusterSpec, JobSpec, Shape
 
 NEWCOMER_S = 60.0  # how long a hypothetical job has run on each kind of device
 
@@ -49,6 +50,8 @@ class JobViews:
         self._settings = settings
         self._all_sizes = every_size(device_kinds(cluster))
         self._few_sizes = shapes(cluster)
+        self._cluster, self._is_limited = cluster, some_limited(cluster)
+        self._spread: dict[tuple, tuple[Shape, ...]] = {}
         self._experience = Experience()
 
     def learn(self, ended: Iterable[TrackedJob]) -> None:
@@ -67,7 +70,10 @@ class JobViews:
         """Return what a policy is told about a job; `active` are all unfinished jobs."""
         settings, work = self._settings, job.work
         adaptive = work.spec.mode == "adaptive"
-        goodput = work.goodput(self._few_sizes if adaptive else self._all_sizes)
+        sizes = self._few_sizes if adaptive else self._all_sizes
+        if self._is_limited and needs_of(work.spec):
+            sizes = self._with_spread(work.spec, sizes)
+        goodput = work.goodput(sizes)
         error: dict[Shape, float] = {}
         # An adaptive job that has not run offers 1, which is no estimate and so not wrong.
         if settings.told_noise and not (adaptive and work.largest_profiled == 0):
@@ -107,6 +113,13 @@ class JobViews:
         # Without it a deadline means nothing to a scheduler.
         is_due = work.spec.deadline_s is not None
         return told == "told" or is_due or (told == "published" and work.tells_work)
+
+    def _with_spread(self, spec: JobSpec, sizes: tuple[Shape, ...]) -> tuple[Shape, ...]:
+        """Return the shapes, and those over more nodes that a job's needs ask for; always the same tuple."""
+        key = len(sizes), size_limits(spec), spec.kinds, needs_of(spec)
+        if key not in self._spread:
+            self._spread[key] = tuple(sorted({*sizes, *own_shapes(self._cluster, spec)}))
+        return self._spread[key]
 
     def _with_errors(self, job: TrackedJob, goodput: Mapping[Shape, float]) -> dict[Shape, float]:
         settings, factors = self._settings, job.told_factors

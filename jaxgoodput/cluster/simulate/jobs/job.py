@@ -126,8 +126,10 @@ def spec_of(
             f"on {', '.join(kinds) or 'no kind'}. Leave the job out, or add such devices."
         )
     terms = {field.name: getattr(trace, field.name) for field in fields(JobTerms)}
+    preferred = tuple(kind for kind in trace.preferred_kinds or () if kind in possible)
     terms |= {
         "kinds": possible,
+        "preferred_kinds": preferred or None,
         "deadline_s": trace.deadline_s if deadline_s is None else deadline_s,
     }
     if mode == "rigid":

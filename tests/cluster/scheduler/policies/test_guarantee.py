@@ -1,6 +1,7 @@
 """Nobody waits for ever: the oldest that is due runs, and everybody gets the guaranteed share."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,7 +86,7 @@ def test_the_oldest_that_is_due_runs(sizes, weights, seed):
 def test_a_job_is_due_once_it_could_no_longer_end_in_time(left_s, age_s, others, is_told):
     """Told or guessed from jobs that all used as much; in time is as with the guaranteed share."""
     guess = Experience([EndedJob("a.py", "ana", 8, 8 * left_s)] * 400).guess("a.py", "ana", 8)
-    known = {"remaining": 8 * left_s} if is_told else {"work_guess": guess}
+    known: Any = {"remaining": 8 * left_s} if is_told else {"work_guess": guess}
     job = rigid("j", 8, submitted_s=-age_s, **known)
     jobs = [job, *(rigid(f"o{i}", 8) for i in range(others))]
     policy = Goodput()
