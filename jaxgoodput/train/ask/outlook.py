@@ -2,8 +2,9 @@
 
 The engine's step is compiled for each strategy from abstract values. The executable tells how much memory it
 needs, how much it sends, and how much of that overlaps with computation. The step time is a roofline estimate
-(Williams et al. 2009): the slowest of arithmetic, memory and network, each at the chip's peak rate. No
-program reaches peak rates, so only the order of the strategies is meaningful.
+(Williams et al. 2009): the slower of arithmetic and memory, plus the collectives during which nothing is
+computed, and at least what the links take, each at the chip's peak rate. No program reaches peak rates, so
+only the order of the strategies is meaningful.
 """
 
 import time
@@ -13,11 +14,12 @@ from typing import Any
 
 from jaxgoodput.data.datasets import as_source
 from jaxgoodput.data.sources import abstract_sample
-from jaxgoodput.engine.analysis import Analysis, analyse
+from jaxgoodput.engine.analysis.analysis import Analysis, compiled_analysis
 from jaxgoodput.engine.chips import Chip, chip_of
 from jaxgoodput.engine.engine import Engine, Engines
 from jaxgoodput.engine.step import own_specs
 from jaxgoodput.goodput.memory import largest_that_fits
+from jaxgoodput.parallel.collectives import Received, node_of
 from jaxgoodput.parallel.partition import suitable
 from jaxgoodput.parallel.strategy import Strategy, candidates
 from jaxgoodput.train.config import Config
@@ -41,7 +43,10 @@ class Outlook:
     analysis: Analysis
     """Analysis of the step of one micro-batch."""
     rooflines_s: dict[str, float]
-    """Seconds that arithmetic, memory and network each need for a micro-batch; empty for an unknown chip."""
+    """Seconds that arithmetic, memory, the links inside nodes and the network between them each need for a
+    micro-batch; empty for an unknown chip."""
+    exposed_s: float
+    """Seconds of a micro-batch in which a device waits for collectives, by the roofline."""
     compile_s: float
     """Seconds that compiling took."""
 
@@ -58,7 +63,20 @@ class Outlook:
     @property
     def step_s(self) -> float:
         """Seconds of a step of all micro-batches, by the roofline; NaN for an unknown chip."""
-        return max(self.rooflines_s.values(), default=float("nan")) * self.num_micro_batches
+        return self.micro_batch_s * self.num_micro_batches
+
+    @property
+    def micro_batch_s(self) -> float:
+        """Seconds of a micro-batch, by the roofline; NaN for an unknown chip."""
+        if not self.rooflines_s:
+            return float("nan")
+        busy_s = max(self.rooflines_s["arithmetic"], self.rooflines_s["memory"])
+        return max(busy_s + self.exposed_s, *self.rooflines_s.values())
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples per second, by the roofline; NaN for an unknown chip."""
+        return self.global_batch_size / self.step_s
 
 
 @dataclass(frozen=True)
@@ -130,10 +148,11 @@ def _outlook(
 ) -> Outlook:
     start_s = time.perf_counter()
     known = {}
+    nodes = [node_of(device) for device in engine.layout.mesh.devices.flat]
     size = micro_batch_size or max(base // engine.num_replicas, 1)
     while True:
         program = engine.programs.step(engine.shape(size), measure=False)
-        found = analyse(program, program.compile(), engine.layout.num_devices)
+        found = compiled_analysis(program, nodes)
         known[size] = found.bytes
         if found.bytes.peak <= budget or micro_batch_size is not None or size == 1:
             break
@@ -149,6 +168,7 @@ def _outlook(
         budget=budget,
         analysis=found,
         rooflines_s={} if chip is None else _rooflines(found, chip, engine.layout.num_devices),
+        exposed_s=float("nan") if chip is None else sum(_sending_s(found.exposed, chip).values()),
         compile_s=time.perf_counter() - start_s,
     )
 
@@ -156,10 +176,18 @@ def _outlook(
 def _rooflines(found: Analysis, chip: Chip, num_devices: int) -> dict[str, float]:
     need = found.bytes
     return {
-        "arithmetic": found.flops / num_devices / chip.flops,
+        "arithmetic": chip.seconds_of(found.flops_by_type) / num_devices,
         # The state is read and written; temporaries are written and read.
         "memory": 2 * (need.arguments + need.temporaries) / chip.memory_bandwidth,
-        "network": sum(found.traffic.values()) / chip.network_bandwidth,
+        **_sending_s(found.received, chip),
+    }
+
+
+def _sending_s(received: Received, chip: Chip) -> dict[str, float]:
+    """Return the seconds that links inside a node and the network between nodes need."""
+    return {
+        "links": received.inside / chip.network_bandwidth,
+        "network": received.between / chip.node_bandwidth,
     }
 
 
