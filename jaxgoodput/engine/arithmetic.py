@@ -37,7 +37,9 @@ def matrix_flops_by_type(jaxpr: Jaxpr) -> dict[str, float]:
     """Return the flops of `matrix_flops` by the type of their factors, such as "bfloat16"."""
     totals: dict[str, float] = {}
     for name in sorted(_types(jaxpr)):
-        flops = _total(jaxpr, lambda one, name=name: _flops_of(one) if _type_of(one) == name else 0.0)
+        flops = _total(
+            jaxpr, lambda one, name=name: _flops_of(one) if _type_of(one) == name else 0.0
+        )
         totals |= {name: flops} if flops else {}
     return totals
 

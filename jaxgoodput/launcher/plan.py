@@ -24,6 +24,7 @@ from jaxgoodput.parallel.strategy import Strategy
 
 T = TypeVar("T")
 
+
 class _FitReached(BaseException):
     """Ends a script at its `fit()`. Not an `Exception`, so that the script does not catch it."""
 
@@ -48,6 +49,8 @@ def plan(
     """
     environ = dict(os.environ if environ is None else environ)
     environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the table shows what the partitioner warns of
+    # A program from JAX's cache is not compiled, so the compiler would not tell what it keeps in memory.
+    environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     if topology is not None:
         environ |= settings_for(topology, environ)
     else:
@@ -207,10 +210,8 @@ def _print(trainer: Any, devices: Sequence[Any], options: argparse.Namespace) ->
         console.print(line, highlight=False, soft_wrap=True)
     for line in tables.explained(best[0]) if options.explain is not None and best else ():
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    for one in others:
-        console.print(
-            f"left out: {one.strategy.name}: {one.reason}", highlight=False, soft_wrap=True
-        )
+    for line in tables.left_out(others):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _named(name: str, kept: Sequence[Strategy], left_out: Sequence[Any]) -> tuple[Strategy, ...]:
@@ -247,7 +248,7 @@ def _budget(config: Any, devices: Sequence[Any], memory_gib: float | None) -> tu
         return stated, ""
     share = 1.0
     if chip.gpu is not None:
-        share = _share_of_gpu(os.environ)
+        share = share_of_gpu(os.environ)
     text = "" if share == 1 else f" (JAX takes {share:.0%} of a GPU: {_SHARE_VARIABLE})"
     return chip.memory_bytes * share * (1 - margin), text
 
@@ -255,7 +256,7 @@ def _budget(config: Any, devices: Sequence[Any], memory_gib: float | None) -> tu
 _SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
-def _share_of_gpu(environ: Mapping[str, str]) -> float:
+def share_of_gpu(environ: Mapping[str, str]) -> float:
     """Return the share of a GPU's memory that JAX takes: three quarters, unless its variable says otherwise.
 
     Raises UsageError if that is no share.

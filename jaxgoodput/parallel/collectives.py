@@ -216,7 +216,10 @@ def _groups(rest: str, num_devices: int) -> list[list[int]]:
 
 
 def _mesh_groups(found: re.Match[str]) -> list[list[int]]:
-    """Return the groups along some axes of a mesh; an axis may be split, as in 'x':(2)4, after its first 2."""
+    """Return the groups along some axes of a mesh.
+
+    An axis may be split: 'x':(2)4 are the 4 pieces that follow one another within each of its first 2.
+    """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found["axes"])}
     devices = np.arange(math.prod(sizes.values()))
     if found["dims"]:

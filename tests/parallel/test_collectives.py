@@ -153,7 +153,9 @@ def test_the_start_of_an_exchange_counts_its_result_once():
 
 
 def test_pairs_of_a_permutation_count_between_nodes_if_they_cross():
-    line = "%p = f32[4] collective-permute(f32[4] %a), source_target_pairs={{0,1},{1,2},{2,3},{3,3}}"
+    line = (
+        "%p = f32[4] collective-permute(f32[4] %a), source_target_pairs={{0,1},{1,2},{2,3},{3,3}}"
+    )
     found = received(line, [0, 0, 1, 1])
     assert (found.inside, found.between) == (32, 16)
 

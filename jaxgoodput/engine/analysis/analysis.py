@@ -68,7 +68,10 @@ class Analysis:
 
 
 def compiled_analysis(program: Program, nodes: Sequence[int]) -> Analysis:
-    """Compile a program and return what it does; `nodes` has the node of each device."""
+    """Compile a program and return what it does; `nodes` has the node of each device.
+
+    What is alive at the peak is not known if JAX finds the program in its cache of compilations.
+    """
     with tempfile.TemporaryDirectory() as folder:
         executable = program.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         return analyse(program, executable, nodes, live_ranges=dumped_live_ranges(folder))

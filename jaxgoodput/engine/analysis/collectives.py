@@ -79,7 +79,9 @@ def _exposed(program: ProgramText) -> set[str]:
     """Return the names of the collectives during which nothing is computed."""
     exposed: set[str] = set()
     # What `async-start` runs is looked at there.
-    wrapped = {one.attribute("calls") for one in program.by_name.values() if one.opcode == "async-start"}
+    wrapped = {
+        one.attribute("calls") for one in program.by_name.values() if one.opcode == "async-start"
+    }
     for name in set(program.launches) - wrapped:
         # Collectives under way, by the instruction that stands for them; and which of these are hidden.
         running: dict[str, list[str]] = {}

@@ -1,1 +1,1 @@
-"""Plans for devices that need not be there: their names and compilers, the table, and what a strategy does."""
+"""Plans for devices that need not be there: their names and compilers, and what is printed."""

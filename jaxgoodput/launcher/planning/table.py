@@ -1,6 +1,7 @@
 """The tables of `jaxgoodput plan SCRIPT`: what each strategy holds, and what it does in a step."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,8 +80,8 @@ def legend(rows: Sequence[Mapping[str, str]], chip: Any) -> list[str]:
     ]
     if chip is not None and "step ms" in rows[0]:
         lines.append(
-            f"step: what the chip's peak rates allow ({chip.source}); real steps take longer, and their order "
-            "counts."
+            f"step: what the chip's peak rates allow ({chip.source}). Real steps take longer: compare "
+            "strategies, not seconds."
         )
     return lines
 
@@ -97,6 +98,21 @@ def tabled(title: str, rows: Sequence[Mapping[str, str]]) -> Any:
     return table
 
 
+def left_out(others: Sequence[Any]) -> list[str]:
+    """Return a line for each reason for which strategies are left out (`LeftOut`), with the first of them.
+
+    Reasons that differ only in their numbers count as one.
+    """
+    alike: dict[str, list[Any]] = {}
+    for one in others:
+        alike.setdefault(re.sub(r"\d+(\.\d+)?", "#", one.reason), []).append(one)
+    lines = []
+    for group in alike.values():
+        more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+        lines.append(f"left out: {group[0].strategy.name}{more}: {group[0].reason}")
+    return lines
+
+
 def explained(one: Any, count: int = 5) -> list[str]:
     """Return the largest buffers and collectives of a strategy, by the user's names."""
     facts = one.analysis
@@ -107,7 +123,9 @@ def explained(one: Any, count: int = 5) -> list[str]:
         )
     if math.isnan(facts.peak.activations):
         lines.append("  (this compiler does not tell what is alive besides the arguments)")
-    lines.append(f"{one.strategy.name}: the collectives that bring most to a device in a micro-batch")
+    lines.append(
+        f"{one.strategy.name}: the collectives that bring most to a device in a micro-batch"
+    )
     uses = sorted(facts.collectives, key=lambda use: -use.received.total)[:count]
     for use in uses:
         delays = "exposed" if use.is_exposed else "hidden"

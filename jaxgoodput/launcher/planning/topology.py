@@ -6,7 +6,7 @@ XLA compiles for GPUs and TPUs on a machine that has none. It reads some setting
 
 import importlib.util
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 

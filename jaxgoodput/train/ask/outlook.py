@@ -17,14 +17,23 @@ from jaxgoodput.data.sources import abstract_sample
 from jaxgoodput.engine.analysis.analysis import Analysis, compiled_analysis
 from jaxgoodput.engine.chips import Chip, chip_of
 from jaxgoodput.engine.engine import Engine, Engines
+from jaxgoodput.engine.loss_checks import constrained_axes
+from jaxgoodput.engine.programs.program import SampleShape
 from jaxgoodput.engine.step import own_specs
 from jaxgoodput.goodput.memory import largest_that_fits
 from jaxgoodput.parallel.collectives import Received, node_of
 from jaxgoodput.parallel.partition import suitable
-from jaxgoodput.parallel.strategy import Strategy, candidates
+from jaxgoodput.parallel.strategy import CONTEXT_AXIS, Strategy, candidates
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.start.problem import as_loaded, problem_of
 from jaxgoodput.train.task import Task
+
+# Parts of sequences, experts or stacks, unless the configuration has strategies with more.
+MOST_PARTS = 8
+_NO_SEQUENCES = (
+    "the model constrains no activation over context, so every part would compute whole sequences; see "
+    "jax.lax.with_sharding_constraint"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,21 +101,30 @@ def candidates_for(
 ) -> tuple[tuple[Strategy, ...], tuple[LeftOut, ...]]:
     """Return the strategies to compare, and those left out.
 
-    They come from the configuration; if it has none, all strategies that suit the model are considered.
+    They come from the configuration; if it has none, all strategies that suit the model are considered, with
+    every degree but data and fsdp up to `MOST_PARTS`.
     """
-    asked = config.strategies or candidates(num_devices)
+    parts = dict.fromkeys(("max_context", "max_expert", "max_stage"), MOST_PARTS)
+    asked = config.strategies or candidates(num_devices, **parts)
     resolved = dict.fromkeys(strategy.resolved(num_devices) for strategy in asked)
     problem = problem_of(task, config)
     state = Engines(problem, None).state
+    idle = []
+    if not config.strategies:
+        sample = as_loaded(abstract_sample(as_source(task.dataset())), config)
+        batch = SampleShape.of(sample, micro_batch_size=2).batch(2)
+        if CONTEXT_AXIS not in constrained_axes(problem, state, batch):
+            idle = [strategy for strategy in resolved if strategy.context > 1]
     kept, others = suitable(
-        resolved,
+        [strategy for strategy in resolved if strategy not in idle],
         state,
         state.params,
         own_specs(problem),
         memory_bytes=None if memory_bytes is None else int(memory_bytes),
         compute_dtype=problem.compute_dtype,
     )
-    return kept, tuple(LeftOut(strategy, reason) for strategy, reason in others)
+    reasons = [*others, *((strategy, _NO_SEQUENCES) for strategy in idle)]
+    return kept, tuple(LeftOut(strategy, reason) for strategy, reason in reasons)
 
 
 def outlooks(
