@@ -20,7 +20,6 @@ from jaxgoodput.engine.chips import GIB, chip_of
 from jaxgoodput.launcher.planning import table as tables
 from jaxgoodput.launcher.planning.topology import devices_of, settings_for
 from jaxgoodput.launcher.supervise import UsageError
-from jaxgoodput.parallel.strategy import Strategy
 
 T = TypeVar("T")
 
@@ -214,7 +213,7 @@ def _print(trainer: Any, devices: Sequence[Any], options: argparse.Namespace) ->
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _named(name: str, kept: Sequence[Strategy], left_out: Sequence[Any]) -> tuple[Strategy, ...]:
+def _named(name: str, kept: Sequence[Any], left_out: Sequence[Any]) -> tuple[Any, ...]:
     """Return the strategy of a name. Raises UsageError if it is not among those that are kept."""
     found = tuple(strategy for strategy in kept if strategy.name == name)
     if found:

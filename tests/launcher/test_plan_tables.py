@@ -1,4 +1,4 @@
-"""The tables of `jaxgoodput plan`: every figure is that of the analysis, and what is not known is not shown."""
+"""The tables of `jaxgoodput plan`: figures are the analysis's, and what is not known is not shown."""
 
 import math
 import types
