@@ -182,22 +182,10 @@ def _print(trainer: Any, devices: Sequence[Any], options: argparse.Namespace) ->
     kept, left_out = looking.candidates_for(trainer, config, len(devices), memory_bytes=budget)
     if options.explain is not None:
         kept = _named(options.explain, kept, left_out)
-    found, others = [], [] if options.explain is not None else list(left_out)
-    with console.status("compiling", spinner="dots") as status, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for one in looking.outlooks(
-            trainer,
-            config,
-            devices,
-            kept,
-            budget=budget,
-            micro_batch_size=options.micro_batch_size,
-        ):
-            if isinstance(one, looking.LeftOut):
-                others.append(one)
-            else:
-                found.append(one)
-            status.update(f"compiled {len(found)} of {len(kept)}: {one.strategy.name}")
+    with console.status("compiling", spinner="dots") as status:
+        found, others = _compiled(trainer, devices, kept, budget, options, status.update)
+    if options.explain is None:
+        others = [*left_out, *others]
     name = options.topology or f"{len(devices)} x {devices[0].device_kind}"
     title = f"{type(trainer).__name__} on {name}, {budget / GIB:.1f} GiB per device{share}"
     best = looking.by_throughput(found)
@@ -211,6 +199,33 @@ def _print(trainer: Any, devices: Sequence[Any], options: argparse.Namespace) ->
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     for line in tables.left_out(others):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _compiled(
+    trainer: Any,
+    devices: Sequence[Any],
+    strategies: Sequence[Any],
+    budget: float,
+    options: argparse.Namespace,
+    tell: Callable[[str], None],
+) -> tuple[list[Any], list[Any]]:
+    """Compile a step with each strategy; return the outlooks, and what had to be left out."""
+    from jaxgoodput.train.ask import outlook as looking
+
+    found, others = [], []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for one in looking.outlooks(
+            trainer,
+            trainer.config,
+            devices,
+            strategies,
+            budget=budget,
+            micro_batch_size=options.micro_batch_size,
+        ):
+            (others if isinstance(one, looking.LeftOut) else found).append(one)
+            tell(f"compiled {len(found)} of {len(strategies)}: {one.strategy.name}")
+    return found, others
 
 
 def _named(name: str, kept: Sequence[Any], left_out: Sequence[Any]) -> tuple[Any, ...]:

@@ -226,18 +226,25 @@ def _mesh_groups(found: re.Match[str]) -> list[list[int]]:
         devices = _arranged(found["dims"], found["order"])
     elif found["listed"]:
         devices = np.array([int(n) for n in found["listed"].split(",")])
-    over = {name: (pre, size) for name, _, pre, size in _AXIS.findall(found["over"])}
-    shape, along, across = [], [], []
-    for name, size in sizes.items():
-        before, part = over.get(name, ("", ""))
-        pieces, taken = [size], 0 if name in over else None
-        if before:
-            pieces, taken = [int(before), int(part), size // int(before) // int(part)], 1
-        for number, piece in enumerate(pieces):
-            (along if number == taken else across).append(len(shape))
-            shape.append(piece)
-    size = math.prod(shape[axis] for axis in along)
-    return devices.reshape(shape).transpose(across + along).reshape(-1, size).tolist()
+    over = {name: (before, part) for name, _, before, part in _AXIS.findall(found["over"])}
+    pieces = [piece for name, size in sizes.items() for piece in _pieces(size, over.get(name))]
+    order = sorted(range(len(pieces)), key=lambda axis: pieces[axis][1])
+    size = math.prod(piece for piece, is_along in pieces if is_along)
+    return (
+        devices.reshape([piece for piece, _ in pieces]).transpose(order).reshape(-1, size).tolist()
+    )
+
+
+def _pieces(size: int, taken: tuple[str, str] | None) -> list[tuple[int, bool]]:
+    """Return the pieces of an axis, and whether the groups run along each.
+
+    `taken` are the numbers of ('2', '4') if they run along the 4 pieces within each of its first 2, two empty
+    texts for the whole axis, and None if they do not run along it.
+    """
+    if taken is None or not taken[0]:
+        return [(size, taken is not None)]
+    before, part = int(taken[0]), int(taken[1])
+    return [(before, False), (part, True), (size // before // part, False)]
 
 
 def _arranged(dims: str, order: str | None) -> np.ndarray:

@@ -77,32 +77,39 @@ def _kind(one: Instruction) -> str:
 
 def _exposed(program: ProgramText) -> set[str]:
     """Return the names of the collectives during which nothing is computed."""
-    exposed: set[str] = set()
     # What `async-start` runs is looked at there.
     wrapped = {
         one.attribute("calls") for one in program.by_name.values() if one.opcode == "async-start"
     }
+    exposed: set[str] = set()
     for name in set(program.launches) - wrapped:
-        # Collectives under way, by the instruction that stands for them; and which of these are hidden.
-        running: dict[str, list[str]] = {}
-        hidden: set[str] = set()
-        for one in program.computations.get(name, ()):
-            started = _started(program, one)
-            if started and not one.opcode.endswith("-start"):
-                exposed.update(started)
-            elif started:
-                running[one.name] = started
-                hidden -= {one.name}
-                exposed.update(started if _IS_SYNC.search(one.rest) else ())
-            elif one.opcode == "async-update" and one.operands:
-                running[one.name] = running.pop(one.operands[0], [])
-                hidden |= {one.name} if one.operands[0] in hidden else set()
-            elif one.opcode.endswith("-done") and one.operands:
-                ended = running.pop(one.operands[0], [])
-                exposed.update(ended if one.operands[0] not in hidden else ())
-            elif _computes(program, one):
-                hidden |= set(running)
+        exposed |= _exposed_in(program, program.computations.get(name, ()))
     return exposed
+
+
+def _exposed_in(program: ProgramText, lines: Sequence[Instruction]) -> set[str]:
+    """Return the same of one computation."""
+    exposed: set[str] = set()
+    hidden: set[str] = set()
+    # Collectives under way, by the instruction that stands for them.
+    running: dict[str, list[str]] = {}
+    for one in lines:
+        started, first = _started(program, one), next(iter(one.operands), "")
+        if started and _is_asynchronous(one):
+            running[one.name] = started
+        elif started:
+            exposed.update(started)
+        elif first in running and one.opcode == "async-update":
+            running[one.name] = running.pop(first)
+        elif first in running and one.opcode.endswith("-done"):
+            exposed |= set(running.pop(first)) - hidden
+        elif _computes(one):
+            hidden.update(*running.values())
+    return exposed
+
+
+def _is_asynchronous(one: Instruction) -> bool:
+    return one.opcode.endswith("-start") and not _IS_SYNC.search(one.rest)
 
 
 def _started(program: ProgramText, one: Instruction) -> list[str]:
@@ -113,7 +120,7 @@ def _started(program: ProgramText, one: Instruction) -> list[str]:
     return [one.name] if _kind(one) else []
 
 
-def _computes(program: ProgramText, one: Instruction) -> bool:
+def _computes(one: Instruction) -> bool:
     """Whether an instruction computes, other than by moving data."""
     if one.opcode in ("while", "conditional", "call"):
         return True

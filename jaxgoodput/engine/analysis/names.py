@@ -106,24 +106,38 @@ class Names:
         for _ in range(200):  # a chain is much shorter, and no circle is followed for ever
             if one is None:
                 break
-            caller = self._callers.get(self._homes[one.name]) if one.opcode == "parameter" else None
-            if one.opcode == "get-tuple-element":
-                found = re.search(r"index=(\d+)", one.rest)
-                name, index = one.operands[0], int(found[1]) if found else None
-            elif one.opcode == "tuple" and index is not None and index < len(one.operands):
-                name, index = one.operands[index], None
-            elif one.opcode == "while" or caller:
-                loop = caller or one
-                inner = self.program.computations.get(loop.attribute("body"), ())
-                roots = [each.name for each in inner if each.is_root]
-                name = roots[0] if through_loops and roots else loop.operands[0]
-            else:
-                sources = [] if one.opcode == "tuple" else self._sources(one)
-                if len(sources) != 1:
-                    break
-                name = sources[0]
-            one = self.program.by_name.get(name)
+            name, before = self._before(one, index, through_loops)
+            if not name:
+                break
+            one, index = self.program.by_name.get(name), before
         return one, index
+
+    def _before(
+        self, one: Instruction, index: int | None, through_loops: bool
+    ) -> tuple[str, int | None]:
+        """Return the value that an instruction passes on, and which element of it; "" if it computes."""
+        if one.opcode == "get-tuple-element":
+            found = re.search(r"index=(\d+)", one.rest)
+            return one.operands[0], int(found[1]) if found else None
+        if one.opcode == "tuple":
+            if index is None or index >= len(one.operands):
+                return "", index
+            return one.operands[index], None
+        if loop := self._loop_of(one):
+            return (self._turn(loop) if through_loops else loop.operands[0]), index
+        sources = self._sources(one)
+        return (sources[0], index) if len(sources) == 1 else ("", index)
+
+    def _loop_of(self, one: Instruction) -> Instruction | None:
+        """Return the loop whose result, or whose body's argument, an instruction is."""
+        if one.opcode == "parameter":
+            return self._callers.get(self._homes[one.name])
+        return one if one.opcode == "while" else None
+
+    def _turn(self, loop: Instruction) -> str:
+        """Return what a turn of a loop makes; what it starts with if the text does not say."""
+        body = self.program.computations.get(loop.attribute("body"), ())
+        return next((each.name for each in body if each.is_root), loop.operands[0])
 
     def _sources(self, one: Instruction) -> list[str]:
         """Return the operands that an instruction passes on; none if it computes."""

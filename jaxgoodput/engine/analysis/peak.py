@@ -80,11 +80,10 @@ def _others_alive(names: Names, live_ranges: str) -> list[Buffer]:
     """Return what is alive at the peak besides the program's arguments."""
     _, _, listed = live_ranges.partition(" (peak):")
     by_name, entry = names.program.by_name, names.program.computations[names.program.entry]
-    arguments = {one.name for one in entry if one.opcode == "parameter"}
+    known = {one.name for one in entry if one.opcode == "parameter"}
     found = []
     for name, index, size in _ALIVE.findall(listed.partition("Stack trace breakdown")[0]):
-        one = by_name.get(name)
-        if one is None or name in arguments or one.opcode == "constant":
+        if name in known or name not in by_name or by_name[name].opcode == "constant":
             continue
         element = int(index.split(",")[0]) if index else None
         origin = names.argument(name, element)
@@ -93,7 +92,7 @@ def _others_alive(names: Names, live_ranges: str) -> list[Buffer]:
             Buffer(
                 name=f"copy of {origin.name}" if origin else names.label(name, element),
                 kind="activations" if is_activation else "temporaries",
-                shape=_shape(one, element),
+                shape=_shape(by_name[name], element),
                 size_bytes=int(size),
             )
         )

@@ -49,7 +49,8 @@ def step_row(one: Any, num_devices: int, rates: Rates) -> dict[str, str]:
         "exposed": f"{len(facts.exposed_collectives)} of {len(facts.collectives)}",
     }
     if one.rooflines_s:
-        row["step ms"] = f"{one.step_s * 1e3:,.1f}"
+        step_ms = one.step_s * 1e3
+        row["step ms"] = f"{step_ms:,.1f}" if step_ms >= 1 else f"{step_ms:.2g}"
         row["bound by"] = max(one.rooflines_s, key=one.rooflines_s.__getitem__)
         row["samples/s"] = compact(one.samples_per_s)
         row |= _priced(one.samples_per_s, num_devices, rates)

@@ -19,7 +19,8 @@ from jaxgoodput.engine.chips import Chip, chip_of
 from jaxgoodput.engine.engine import Engine, Engines
 from jaxgoodput.engine.loss_checks import constrained_axes
 from jaxgoodput.engine.programs.program import SampleShape
-from jaxgoodput.engine.step import own_specs
+from jaxgoodput.engine.state import TrainState
+from jaxgoodput.engine.step import Problem, own_specs
 from jaxgoodput.goodput.memory import largest_that_fits
 from jaxgoodput.parallel.collectives import Received, node_of
 from jaxgoodput.parallel.partition import suitable
@@ -109,12 +110,9 @@ def candidates_for(
     resolved = dict.fromkeys(strategy.resolved(num_devices) for strategy in asked)
     problem = problem_of(task, config)
     state = Engines(problem, None).state
-    idle = []
-    if not config.strategies:
-        sample = as_loaded(abstract_sample(as_source(task.dataset())), config)
-        batch = SampleShape.of(sample, micro_batch_size=2).batch(2)
-        if CONTEXT_AXIS not in constrained_axes(problem, state, batch):
-            idle = [strategy for strategy in resolved if strategy.context > 1]
+    idle: set[Strategy] = set()
+    if not config.strategies and not _cuts_sequences(task, config, problem, state):
+        idle = {strategy for strategy in resolved if strategy.context > 1}
     kept, others = suitable(
         [strategy for strategy in resolved if strategy not in idle],
         state,
@@ -123,8 +121,15 @@ def candidates_for(
         memory_bytes=None if memory_bytes is None else int(memory_bytes),
         compute_dtype=problem.compute_dtype,
     )
-    reasons = [*others, *((strategy, _NO_SEQUENCES) for strategy in idle)]
+    reasons = [*others, *zip(sorted(idle, key=str), [_NO_SEQUENCES] * len(idle), strict=True)]
     return kept, tuple(LeftOut(strategy, reason) for strategy, reason in reasons)
+
+
+def _cuts_sequences(task: Task, config: Config, problem: Problem, state: TrainState) -> bool:
+    """Whether the model constrains an activation over context."""
+    sample = as_loaded(abstract_sample(as_source(task.dataset())), config)
+    batch = SampleShape.of(sample, micro_batch_size=2).batch(2)
+    return CONTEXT_AXIS in constrained_axes(problem, state, batch)
 
 
 def outlooks(
