@@ -22,6 +22,7 @@ _MOVES = frozenset(
     "all-gather all-gather-start all-gather-done optimization-barrier opt-barrier".split()
 )
 _PACKAGE = str(pathlib.Path(__file__).parents[2])
+_PASSIVE = _MOVES | {"parameter", "constant", "tuple"}
 SMALL = 8  # bytes of a loop's counter, which says nothing of where data comes from
 
 
@@ -143,8 +144,7 @@ class Names:
         """Return the operands that an instruction passes on; none if it computes."""
         if one.opcode == "fusion":
             inner = self.program.computations.get(one.attribute("calls"), ())
-            free = _MOVES | {"parameter", "constant", "tuple", "compare", "select", "add", "clamp"}
-            if any(each.opcode not in free and _is_large(each) for each in inner):
+            if any(each.opcode not in _PASSIVE and _is_large(each) for each in inner):
                 return []
         elif one.opcode not in _MOVES:
             return []

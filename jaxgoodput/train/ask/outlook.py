@@ -121,7 +121,7 @@ def candidates_for(
         memory_bytes=None if memory_bytes is None else int(memory_bytes),
         compute_dtype=problem.compute_dtype,
     )
-    reasons = [*others, *zip(sorted(idle, key=str), [_NO_SEQUENCES] * len(idle), strict=True)]
+    reasons = [*others, *((one, _NO_SEQUENCES) for one in sorted(idle, key=list(resolved).index))]
     return kept, tuple(LeftOut(strategy, reason) for strategy, reason in reasons)
 
 
