@@ -36,7 +36,7 @@ class CollectiveUse:
     """How often it runs."""
     is_exposed: bool
     """Whether the device computes nothing meanwhile."""
-    name: str
+    names: tuple[str, ...]
     """What it sends, by the names that a user knows."""
 
 
@@ -56,8 +56,8 @@ def collective_uses(program: ProgramText, nodes: Sequence[int]) -> tuple[Collect
             if not kind:
                 continue
             arrived = received(one.text, nodes).times(times / len(nodes))
-            label = ", ".join(dict.fromkeys(map(names.label, one.operands)))
-            use = CollectiveUse(kind, arrived, times, one.name in exposed, label)
+            labels = tuple(dict.fromkeys(map(names.label, one.operands)))
+            use = CollectiveUse(kind, arrived, times, one.name in exposed, labels)
             channel = _CHANNEL.search(one.rest)
             key = kind, channel[1] if channel else one.name
             if key not in found or found[key].received.total < arrived.total:

@@ -132,9 +132,14 @@ def explained(one: Any, count: int = 5) -> list[str]:
         delays = "exposed" if use.is_exposed else "hidden"
         lines.append(
             f"  {_mib(use.received.inside):>10} MiB inside, {_mib(use.received.between):>10} MiB between  "
-            f"{delays:<8} {use.kind:<18} x {use.times:<4} {use.name}"
+            f"{delays:<8} {use.kind:<18} x {use.times:<4} {_first(use.names)}"
         )
     return lines if uses else [*lines, "  none"]
+
+
+def _first(names: Sequence[str], count: int = 4) -> str:
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return f"{', '.join(names[:count])}{more}"
 
 
 def _mib(size: float) -> str:
