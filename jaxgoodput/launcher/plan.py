@@ -193,11 +193,10 @@ def _print(trainer: Any, devices: Sequence[Any], options: argparse.Namespace) ->
     steps = [tables.step_row(one, len(devices), rates) for one in best]
     console.print(tables.tabled(title, [tables.memory_row(one) for one in best]))
     console.print(tables.tabled("a step, best first", steps))
-    for line in tables.legend(steps, chip_of(devices[0])):
-        console.print(line, highlight=False, soft_wrap=True)
-    for line in tables.explained(best[0]) if options.explain is not None and best else ():
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    for line in tables.left_out(others):
+    lines = tables.legend(steps, chip_of(devices[0]))
+    if options.explain is not None and best:
+        lines += tables.explained(best[0])
+    for line in [*lines, *tables.left_out(others)]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 

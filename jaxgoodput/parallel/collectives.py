@@ -221,11 +221,7 @@ def _mesh_groups(found: re.Match[str]) -> list[list[int]]:
     An axis may be split: 'x':(2)4 are the 4 pieces that follow one another within each of its first 2.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found["axes"])}
-    devices = np.arange(math.prod(sizes.values()))
-    if found["dims"]:
-        devices = _arranged(found["dims"], found["order"])
-    elif found["listed"]:
-        devices = np.array([int(n) for n in found["listed"].split(",")])
+    devices = _mesh_devices(found, math.prod(sizes.values()))
     over = {name: (before, part) for name, _, before, part in _AXIS.findall(found["over"])}
     pieces = [piece for name, size in sizes.items() for piece in _pieces(size, over.get(name))]
     order = sorted(range(len(pieces)), key=lambda axis: pieces[axis][1])
@@ -233,6 +229,13 @@ def _mesh_groups(found: re.Match[str]) -> list[list[int]]:
     return (
         devices.reshape([piece for piece, _ in pieces]).transpose(order).reshape(-1, size).tolist()
     )
+
+
+def _mesh_devices(found: re.Match[str], count: int) -> np.ndarray:
+    """Return the device numbers of a mesh, in its own order."""
+    if found["dims"]:
+        return _arranged(found["dims"], found["order"])
+    return np.array(found["listed"].split(","), int) if found["listed"] else np.arange(count)
 
 
 def _pieces(size: int, taken: tuple[str, str] | None) -> list[tuple[int, bool]]:

@@ -85,7 +85,7 @@ def _others_alive(names: Names, live_ranges: str) -> list[Buffer]:
     for name, index, size in _ALIVE.findall(listed.partition("Stack trace breakdown")[0]):
         if name in known or name not in by_name or by_name[name].opcode == "constant":
             continue
-        element = int(index.split(",")[0]) if index else None
+        element = _element(index)
         origin = names.argument(name, element)
         is_activation = origin is None and names.scope(name, element).startswith("forward")
         found.append(
@@ -97,6 +97,11 @@ def _others_alive(names: Names, live_ranges: str) -> list[Buffer]:
             )
         )
     return found
+
+
+def _element(index: str) -> int | None:
+    """Return the element of a tuple that an index such as "2,0" is in; None for the empty index."""
+    return int(index.split(",")[0]) if index else None
 
 
 def _argument_buffer(one: Instruction, argument: Argument) -> Buffer:

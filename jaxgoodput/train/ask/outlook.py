@@ -8,7 +8,7 @@ only the order of the strategies is meaningful.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,9 +110,7 @@ def candidates_for(
     resolved = dict.fromkeys(strategy.resolved(num_devices) for strategy in asked)
     problem = problem_of(task, config)
     state = Engines(problem, None).state
-    idle: set[Strategy] = set()
-    if not config.strategies and not _cuts_sequences(task, config, problem, state):
-        idle = {strategy for strategy in resolved if strategy.context > 1}
+    idle = () if config.strategies else _idle(resolved, task, config, problem, state)
     kept, others = suitable(
         [strategy for strategy in resolved if strategy not in idle],
         state,
@@ -121,15 +119,19 @@ def candidates_for(
         memory_bytes=None if memory_bytes is None else int(memory_bytes),
         compute_dtype=problem.compute_dtype,
     )
-    reasons = [*others, *((one, _NO_SEQUENCES) for one in sorted(idle, key=list(resolved).index))]
+    reasons = [*others, *((strategy, _NO_SEQUENCES) for strategy in idle)]
     return kept, tuple(LeftOut(strategy, reason) for strategy, reason in reasons)
 
 
-def _cuts_sequences(task: Task, config: Config, problem: Problem, state: TrainState) -> bool:
-    """Whether the model constrains an activation over context."""
+def _idle(
+    strategies: Iterable[Strategy], task: Task, config: Config, problem: Problem, state: TrainState
+) -> tuple[Strategy, ...]:
+    """Return the strategies with a degree of context, unless the model constrains an activation over it."""
     sample = as_loaded(abstract_sample(as_source(task.dataset())), config)
     batch = SampleShape.of(sample, micro_batch_size=2).batch(2)
-    return CONTEXT_AXIS in constrained_axes(problem, state, batch)
+    if CONTEXT_AXIS in constrained_axes(problem, state, batch):
+        return ()
+    return tuple(strategy for strategy in strategies if strategy.context > 1)
 
 
 def outlooks(
