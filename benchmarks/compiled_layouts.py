@@ -231,7 +231,7 @@ def lowered_by_hand(decoder: Decoder, strategy: Any, dtype: Any, *, constrained:
 
 def traffic(text: str) -> dict[str, float]:
     """'kind type' -> MiB that arrive on a device."""
-    from jaxgoodput.parallel.move import received_bytes
+    from jaxgoodput.parallel.collectives import received_bytes
 
     found: collections.Counter[str] = collections.Counter()
     for line in text.splitlines():

@@ -110,7 +110,7 @@ def measure(size: str, topology: str, slices: int, degrees: dict[str, int]) -> d
     from jax.experimental import topologies
 
     from jaxgoodput import Engines, Strategy
-    from jaxgoodput.engine.analysis import analyse
+    from jaxgoodput.engine.analysis.analysis import analyse
     from jaxgoodput.engine.programs.program import Program
 
     several = {} if slices == 1 else {"num_slices": slices}
@@ -159,7 +159,7 @@ def measure(size: str, topology: str, slices: int, degrees: dict[str, int]) -> d
         hand = kind in ("by hand", "hand, finite", "plain")
         jitted = jax.jit(program.function, donate_argnums=program.donate, out_shardings=program.out)
         executable = jitted.lower(*program.arguments).compile() if hand else program.compile()
-        told = analyse(program, executable, layout.num_devices)
+        told = analyse(program, executable, [0] * layout.num_devices)
         text = executable.as_text() or ""
         wide = [
             dims
@@ -170,7 +170,7 @@ def measure(size: str, topology: str, slices: int, degrees: dict[str, int]) -> d
             "peak MiB": told.bytes.peak / 2**20,
             "sent MiB": sum(told.traffic.values()) / 2**20,
             "kinds": {kind: round(sent / 2**20) for kind, sent in told.traffic.items()},
-            "async": [told.num_asynchronous, told.num_collectives],
+            "async": [len(told.collectives) - len(told.exposed_collectives), len(told.collectives)],
             "TFLOP": told.flops / layout.num_devices / 1e12,
             "f32 gathers": dict(collections.Counter(wide)),
         }
@@ -182,7 +182,7 @@ def measure_groups(num_groups: int) -> dict[str, Any]:
     from jax.experimental import topologies
 
     from jaxgoodput import Engines, Strategy
-    from jaxgoodput.engine.analysis import analyse
+    from jaxgoodput.engine.analysis.analysis import analyse
     from jaxgoodput.engine.programs.elastic import GroupPrograms
     from jaxgoodput.parallel.place import world_of
 
@@ -206,7 +206,7 @@ def measure_groups(num_groups: int) -> dict[str, Any]:
         ("update", programs.update(), 8),
     ):
         executable = program.compile()
-        told = analyse(program, executable, count)
+        told = analyse(program, executable, [0] * count)
         # Between slices it is the runtime that adds up, over the network between hosts.
         others = re.findall(
             r"%send\S* = \(f32\[([\d,]+)\].* is_host_transfer=true", executable.as_text() or ""
@@ -215,7 +215,7 @@ def measure_groups(num_groups: int) -> dict[str, Any]:
         row[kind] = {
             "peak MiB": round(told.bytes.peak / 2**20),
             "sent MiB": {name: round(sent / 2**20) for name, sent in told.traffic.items()},
-            "collectives": told.num_collectives,
+            "collectives": len(told.collectives),
             "to other slices, MiB": [
                 round(4 * math.prod(map(int, dims.split(","))) / 2**20) for dims in others
             ],

@@ -3,8 +3,10 @@
 Trains a small decoder of Llama's architecture on the bytes of Python's own standard library. Expect 2.8 bits
 per byte or less after its 300 base steps, in half a minute on two CPU cores.
 
-To plan a larger model on a pod that you do not have, you need only the compiler:
+To plan a larger model on devices that you do not have, you need only their compiler:
 
+    pip install 'jaxgoodput[cuda12]'
+    jaxgoodput plan examples/llama.py --topology h100:2x8 -- --size 7b --workdir /tmp/llama
     pip install 'jaxgoodput[tpu]'
     jaxgoodput plan examples/llama.py --topology v5e:16x16 -- --size 7b --workdir /tmp/llama
 """
@@ -62,6 +64,7 @@ def main(_):
         batch=jg.BatchLimits(base=16, max=64, max_micro_batches=1),
         base_steps=300,
         compute_dtype=None if FLAGS.size == "tiny" else "bfloat16",
+        reporting=jg.Reporting(tokens_per_sample=LENGTHS[FLAGS.size]),
     )
     trainer = Llama(jg.with_overrides(config, FLAGS.set), FLAGS.size)
     bits = trainer.evaluate(trainer.fit())["bits"]

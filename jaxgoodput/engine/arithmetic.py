@@ -33,6 +33,17 @@ def matrix_flops(jaxpr: Jaxpr) -> float:
     return _total(jaxpr, _flops_of)
 
 
+def matrix_flops_by_type(jaxpr: Jaxpr) -> dict[str, float]:
+    """Return the flops of `matrix_flops` by the type of their factors, such as "bfloat16"."""
+    totals: dict[str, float] = {}
+    for name in sorted(_types(jaxpr)):
+        flops = _total(
+            jaxpr, lambda one, name=name: _flops_of(one) if _type_of(one) == name else 0.0
+        )
+        totals |= {name: flops} if flops else {}
+    return totals
+
+
 def elementary_work(jaxpr: Jaxpr) -> float:
     """Return how many additions take about as long as a traced program without its matrix products.
 
@@ -106,6 +117,16 @@ def _flops_of(one: JaxprEqn) -> float:
         outputs = kernel[one.params["dimension_numbers"].rhs_spec[0]]
         return 2.0 * math.prod(result) * math.prod(kernel) / outputs
     return 0.0
+
+
+def _types(jaxpr: Jaxpr) -> set[str]:
+    inner = (_types(j) for one in jaxpr.eqns for j in jaxprs_in_params(one.params))
+    return {_type_of(one) for one in jaxpr.eqns if _flops_of(one)}.union(*inner)
+
+
+def _type_of(one: JaxprEqn) -> str:
+    """Return the type of an operation's first operand; "" if it has none."""
+    return str(getattr(one.invars[0].aval, "dtype", "")) if one.invars else ""
 
 
 def _shapes(variables: list) -> Shapes:

@@ -1,5 +1,6 @@
 """Trying or tracing a loss, to find out what it does with a batch before a run relies on it."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import cached_property
@@ -8,14 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jaxtyping import Array, PyTree
 
 from jaxgoodput.engine.programs.program import seldom_options
 from jaxgoodput.engine.state import Loss, TrainState, cast, combine, split, wide
 from jaxgoodput.engine.step import Problem, is_summed
 from jaxgoodput.parallel.partition import path_name
-from jaxgoodput.parallel.strategy import Layout, anywhere
+from jaxgoodput.parallel.strategy import Layout, anywhere, axes_of
 
 # A loss couples samples if regrouping them changes it, or its gradient, by more than this fraction. In
 # bfloat16, whose rounding is as large, the threshold is ten times as high.
@@ -213,6 +214,22 @@ class LossChecks:
 
 def has_constraints(problem: Problem, state: TrainState, batch: PyTree) -> bool:
     """Return whether the loss holds sharding constraints. `state` and `batch` are abstract."""
+    return bool(_constraints(problem, state, batch))
+
+
+def constrained_axes(problem: Problem, state: TrainState, batch: PyTree) -> frozenset[str]:
+    """Return the axes of the mesh that the loss's sharding constraints name.
+
+    `state` and `batch` are abstract.
+    """
+    specs = (
+        getattr(one.params["sharding"], "spec", ()) for one in _constraints(problem, state, batch)
+    )
+    return frozenset(axis for spec in specs for entry in spec for axis in axes_of(entry))
+
+
+def _constraints(problem: Problem, state: TrainState, batch: PyTree) -> list[JaxprEqn]:
+    """Return the sharding constraints of the loss."""
     loss = anywhere(problem.loss_and_state)
     key = jax.eval_shape(lambda: jax.random.key(0))
     traced = jax.make_jaxpr(loss)(
@@ -222,14 +239,12 @@ def has_constraints(problem: Problem, state: TrainState, batch: PyTree) -> bool:
         key,
     )
 
-    def holds(jaxpr: Jaxpr) -> bool:
-        return any(
-            one.primitive.name == "sharding_constraint"
-            or any(map(holds, jaxprs_in_params(one.params)))
-            for one in jaxpr.eqns
-        )
+    def found(jaxpr: Jaxpr) -> list[JaxprEqn]:
+        own = [one for one in jaxpr.eqns if one.primitive.name == "sharding_constraint"]
+        inner = (found(each) for one in jaxpr.eqns for each in jaxprs_in_params(one.params))
+        return [*own, *itertools.chain.from_iterable(inner)]
 
-    return holds(traced.jaxpr)
+    return found(traced.jaxpr)
 
 
 def unlike_halves(rows: PyTree, half: int) -> list[PyTree]:

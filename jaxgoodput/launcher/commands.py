@@ -160,8 +160,8 @@ _PLAN = (
     argument("script", "SCRIPT|WORKDIR", "a training script, or the --workdir of a run"),
     OneOf(
         (
-            text("--topology", "KIND:SHAPE", "TPUs, which need not be present, such as v5e:16x16, v6e:4x4 or "
-                 "v5p:4x4x4 (needs libtpu)"),
+            text("--topology", "KIND:SHAPE", "devices that need not be present: nodes x GPUs, such as "
+                 "h100:2x8 or a100-80:1x8, or TPUs, such as v5e:16x16 or v5p:4x4x4 (needs their compiler)"),
             number("--devices", "N", 1, "number of devices of this machine's kind; virtual ones on CPU"),
         ),
         required=True,
@@ -171,7 +171,12 @@ _PLAN = (
     number("--micro-batch-size", "M", 1, "samples per replica (default: the base batch divided by the "
            "replicas, or less if that does not fit)"),
     number("--memory-gib", "G", 0.0, "memory per device that a step may use (default: the chip's memory "
-           "minus execution.memory_margin)"),
+           "minus execution.memory_margin; JAX takes 3/4 of a GPU's)"),
+    number("--price-per-hour", "P", 0.0, "price of one device for an hour, to show the price of 1e9 tokens, "
+           "or of 1e6 samples without Config.reporting.tokens_per_sample"),
+    text("--explain", "STRATEGY", "plan this strategy alone, and name its largest buffers and collectives"),
+    text("--python", "FILE", "the Python to plan with, if the compiler is installed in an environment of its "
+         "own"),
 )  # fmt: skip
 
 _TRY = (
@@ -198,7 +203,7 @@ def add_commands(commands: Commands) -> None:
     )
     commands.add(10, "coordinate", _coordinate, usage, _COORDINATE, takes_command=True)
     usage = (
-        "jaxgoodput plan SCRIPT (--topology v5e:16x16 | --devices N) [options] [-- args ...]\n"
+        "jaxgoodput plan SCRIPT (--topology h100:2x8 | --devices N) [options] [-- args ...]\n"
         "       jaxgoodput plan WORKDIR --devices N [--nodes M]"
     )
     commands.add(10, "plan", _plan, usage, _PLAN, takes_command=True)
@@ -435,19 +440,22 @@ def _plan(options, command: list[str], parser: argparse.ArgumentParser) -> int:
     """Predict what each strategy would do on devices that need not be present.
 
     Given a script, run it up to its Trainer.fit(), compile the step for each of Config.strategies (if there
-    are none, for all that suit the model), and print for each whether it fits, the peak memory of a device,
-    the bytes sent, and the step time by the chip's roofline, best first. Nothing is trained.
+    are none, for all that suit the model), and print for each whether it fits, what a device holds at the
+    peak, the bytes received inside nodes and between them, and the step time by the chip's roofline, best
+    first. Nothing is trained.
 
     Given the workdir of a run, print which devices, batch and strategy suit it best, from the step times and
     the gradient noise that it measured, and which of these numbers are guesses.
 
     examples:
-      jaxgoodput plan train.py --topology v5e:16x16 -- --workdir /tmp/run
+      jaxgoodput plan train.py --topology h100:2x8 -- --workdir /tmp/run
+      jaxgoodput plan train.py --topology v5e:16x16 --explain fsdp256 -- --workdir /tmp/run
       jaxgoodput plan train.py --devices 8 -- --workdir /tmp/run
       jaxgoodput plan /tmp/run --devices 16 --nodes 2
     """
     from jaxgoodput.launcher.plan import plan
     from jaxgoodput.launcher.plan_run import is_workdir
+    from jaxgoodput.launcher.supervise import UsageError
 
     if is_workdir(options.script):
         return _plan_run(options, command)
@@ -457,8 +465,14 @@ def _plan(options, command: list[str], parser: argparse.ArgumentParser) -> int:
             f"are planned for --devices or a --topology"
         )
     names = ("topology", "devices", "num_slices", "micro_batch_size", "memory_gib")
-    flags = [f"--{k.replace('_', '-')}={value}" for k, value in _set(options, *names).items()]
-    return plan([*flags, options.script, *command], num_devices=options.devices)
+    given = _set(options, *names, "price_per_hour", "explain")
+    flags = [f"--{k.replace('_', '-')}={value}" for k, value in given.items()]
+    try:
+        return plan(
+            [*flags, options.script, *command], topology=options.topology, python=options.python
+        )
+    except UsageError as error:
+        return wrong(error)
 
 
 def _try(options, command: list[str], parser: argparse.ArgumentParser) -> int:
@@ -492,6 +506,9 @@ def _plan_run(options, command: list[str]) -> int:
         "--num-slices": options.num_slices != 1,
         "--micro-batch-size": options.micro_batch_size is not None,
         "--memory-gib": options.memory_gib is not None,
+        "--price-per-hour": options.price_per_hour is not None,
+        "--explain": options.explain is not None,
+        "--python": options.python is not None,
         "a command after --": bool(command),
     }
     try:

@@ -3,7 +3,7 @@
     python -m jaxgoodput.launcher.plan --topology v5e:16x16 train.py --workdir /tmp/run
 
 runs the script up to its `fit()`, then compiles a step with each strategy. `plan` starts it as a process of
-its own, because the TPU compiler reads its settings before JAX is loaded.
+its own, because compilers read their settings before JAX is loaded.
 """
 
 import argparse
@@ -17,17 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxgoodput.engine.chips import GIB, chip_of
+from jaxgoodput.launcher.planning import table as tables
+from jaxgoodput.launcher.planning.topology import devices_of, settings_for
 from jaxgoodput.launcher.supervise import UsageError
 
 T = TypeVar("T")
-
-# With these settings, libtpu compiles on a machine without a TPU.
-_WITHOUT_CHIPS = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "JAX_PLATFORMS": "cpu",
-}
 
 
 class _FitReached(BaseException):
@@ -39,22 +33,46 @@ class _FitReached(BaseException):
 
 
 def plan(
-    arguments: Sequence[str], *, num_devices: int | None, environ: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    *,
+    topology: str | None,
+    python: str | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> int:
     """Plan a script's strategies in a process of its own; return its exit code.
 
-    `num_devices` is None if the devices are a TPU topology that is not attached.
+    `topology` is None if the devices are this machine's. `python` is the interpreter to use, if not this one:
+    the compiler for a topology may be installed in another environment.
+
+    Raises UsageError for a topology in no known form, or an interpreter without this package.
     """
     environ = dict(os.environ if environ is None else environ)
     environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the table shows what the partitioner warns of
-    if num_devices is None:
-        environ |= _WITHOUT_CHIPS
+    # A program from JAX's cache is not compiled, so the compiler would not tell what it keeps in memory.
+    environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    if topology is not None:
+        environ |= settings_for(topology, environ)
     else:
         environ.setdefault("JAX_PLATFORMS", "cpu")
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxgoodput.launcher.plan", *arguments], env=environ
-    )
-    return done.returncode
+    if python is not None:
+        _require_package(python, environ)
+    command = [python or sys.executable, "-m", "jaxgoodput.launcher.plan", *arguments]
+    return subprocess.run(command, env=environ).returncode
+
+
+def _require_package(python: str, environ: Mapping[str, str]) -> None:
+    """Raise UsageError unless an interpreter can be started and has this package."""
+    test = [python, "-c", "import jaxgoodput.launcher.plan"]
+    try:
+        done = subprocess.run(test, env=environ, capture_output=True, text=True)
+    except OSError as error:
+        raise UsageError(f"--python {python} cannot be started: {error.strerror}.") from error
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise UsageError(
+            f"--python {python} cannot import jaxgoodput: {last}. Install it there, with what the script "
+            f"imports: {python} -m pip install 'jaxgoodput[cuda12]'."
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-slices", type=int, default=1)
     parser.add_argument("--micro-batch-size", type=int)
     parser.add_argument("--memory-gib", type=float)
+    parser.add_argument("--price-per-hour", type=float)
+    parser.add_argument("--explain")
     parser.add_argument("script")
     parser.add_argument("rest", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
@@ -139,24 +159,15 @@ def reached(script: str, arguments: Sequence[str], look: Callable[[Any], T]) -> 
 def _devices(topology: str | None, num_slices: int, num_devices: int | None) -> Sequence[Any]:
     import jax
 
-    if num_devices is not None:
-        if jax.config.values["jax_platforms"] == "cpu":
-            jax.config.update("jax_num_cpu_devices", num_devices)
-        devices = jax.devices()
-        if len(devices) < num_devices:
-            raise UsageError(f"--devices {num_devices}: only {len(devices)} devices are attached.")
-        return devices[:num_devices]
-    from jax.experimental import topologies
-
-    several = {} if num_slices == 1 else {"num_slices": num_slices}
-    try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=str(topology), **several)
-    except Exception as error:  # no common type: libtpu is missing, or does not know the name
-        raise UsageError(
-            f"the topology {topology!r} is not available: {str(error).splitlines()[0][:200]}. Names look "
-            "like v5e:16x16, v6e:4x4 or v5p:4x4x4, and need the TPU compiler: pip install 'jaxgoodput[tpu]'."
-        ) from error
-    return list(found.devices)
+    if topology is not None:
+        return devices_of(topology, num_slices)
+    assert num_devices is not None
+    if jax.config.values["jax_platforms"] == "cpu":
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    devices = jax.devices()
+    if len(devices) < num_devices:
+        raise UsageError(f"--devices {num_devices}: only {len(devices)} devices are attached.")
+    return devices[:num_devices]
 
 
 def _print(trainer: Any, devices: Sequence[Any], options: argparse.Namespace) -> None:
@@ -167,79 +178,113 @@ def _print(trainer: Any, devices: Sequence[Any], options: argparse.Namespace) ->
     config, console = trainer.config, Console()
     if not console.is_terminal:
         console = Console(width=160)
-    budget = _budget(config, devices, options.memory_gib)
+    budget, share = _budget(config, devices, options.memory_gib)
     kept, left_out = looking.candidates_for(trainer, config, len(devices), memory_bytes=budget)
-    found, others = [], list(left_out)
-    with console.status("compiling", spinner="dots") as status, warnings.catch_warnings():
+    if options.explain is not None:
+        kept = _named(options.explain, kept, left_out)
+    with console.status("compiling", spinner="dots") as status:
+        found, others = _compiled(trainer, devices, kept, budget, options, status.update)
+    if options.explain is None:
+        others = [*left_out, *others]
+    name = options.topology or f"{len(devices)} x {devices[0].device_kind}"
+    title = f"{type(trainer).__name__} on {name}, {budget / GIB:.1f} GiB per device{share}"
+    best = looking.by_throughput(found)
+    rates = tables.rates_of(config, options.price_per_hour)
+    steps = [tables.step_row(one, len(devices), rates) for one in best]
+    console.print(tables.tabled(title, [tables.memory_row(one) for one in best]))
+    console.print(tables.tabled("a step, best first", steps))
+    lines = tables.legend(steps, chip_of(devices[0]))
+    if options.explain is not None and best:
+        lines += tables.explained(best[0])
+    for line in [*lines, *tables.left_out(others)]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _compiled(
+    trainer: Any,
+    devices: Sequence[Any],
+    strategies: Sequence[Any],
+    budget: float,
+    options: argparse.Namespace,
+    tell: Callable[[str], None],
+) -> tuple[list[Any], list[Any]]:
+    """Compile a step with each strategy; return the outlooks, and what had to be left out."""
+    from jaxgoodput.train.ask import outlook as looking
+
+    found, others = [], []
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for one in looking.outlooks(
             trainer,
-            config,
+            trainer.config,
             devices,
-            kept,
+            strategies,
             budget=budget,
             micro_batch_size=options.micro_batch_size,
         ):
-            if isinstance(one, looking.LeftOut):
-                others.append(one)
-            else:
-                found.append(one)
-            status.update(f"compiled {len(found)} of {len(kept)}: {one.strategy.name}")
-    name = options.topology or f"{len(devices)} x {devices[0].device_kind}"
-    title = f"{type(trainer).__name__} on {name}, {budget / GIB:.1f} GiB per device"
-    console.print(_table(title, [_row(one, len(devices)) for one in looking.by_throughput(found)]))
-    for one in others:
-        console.print(f"left out: {one.strategy.name}: {one.reason}", highlight=False)
+            (others if isinstance(one, looking.LeftOut) else found).append(one)
+            tell(f"compiled {len(found)} of {len(strategies)}: {one.strategy.name}")
+    return found, others
 
 
-def _table(title: str, rows: Sequence[Mapping[str, str]]) -> Any:
-    from rich.table import Table
+def _named(name: str, kept: Sequence[Any], left_out: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the strategy of a name. Raises UsageError if it is not among those that are kept."""
+    found = tuple(strategy for strategy in kept if strategy.name == name)
+    if found:
+        return found
+    for one in left_out:
+        if one.strategy.name == name:
+            raise UsageError(f"--explain {name}: it is left out: {one.reason}.")
+    raise UsageError(
+        f"--explain {name}: there is no such strategy here. Name one of "
+        f"{', '.join(strategy.name for strategy in kept)}."
+    )
 
-    table = Table(title=title, title_justify="left")
-    for column in rows[0] if rows else ():
-        table.add_column(column, justify="left" if column in ("strategy", "fits") else "right")
-    for row in rows:
-        table.add_row(*row.values())
-    return table
 
+def _budget(config: Any, devices: Sequence[Any], memory_gib: float | None) -> tuple[float, str]:
+    """Return the bytes of device memory that a step may use, and how they were found, for the title.
 
-def _budget(config: Any, devices: Sequence[Any], memory_gib: float | None) -> float:
-    """Return the bytes of device memory that a step may use: as given, else all less a safety margin."""
+    As given; or what JAX takes of the chip's memory, less a safety margin.
+    """
     from jaxgoodput.engine.memory import device_budget
 
     margin, chip = config.execution.memory_margin, chip_of(devices[0])
     if memory_gib is not None:
-        return memory_gib * GIB
-    if chip is not None:
-        return chip.memory_bytes * (1 - margin)
-    return device_budget(
-        devices[0],
-        num_local_devices=len(devices),
-        stated=config.execution.memory_bytes,
-        margin=margin,
-    )
+        return memory_gib * GIB, ""
+    if chip is None:
+        stated = device_budget(
+            devices[0],
+            num_local_devices=len(devices),
+            stated=config.execution.memory_bytes,
+            margin=margin,
+        )
+        return stated, ""
+    share = 1.0
+    if chip.gpu is not None:
+        share = share_of_gpu(os.environ)
+    text = "" if share == 1 else f" (JAX takes {share:.0%} of a GPU: {_SHARE_VARIABLE})"
+    return chip.memory_bytes * share * (1 - margin), text
 
 
-def _row(one: Any, num_devices: int) -> dict[str, str]:
-    """Return, by column, the row of the table for a strategy. Step times need a chip that is known."""
-    facts, step_s, bounds = one.analysis, one.step_s, one.rooflines_s
-    times = f" x {one.num_micro_batches}" if one.num_micro_batches > 1 else ""
-    row = {
-        "strategy": one.strategy.name,
-        "fits": "yes" if one.fits else "no",
-        "peak MiB": f"{facts.bytes.peak / 2**20:,.0f}",
-        "micro-batch": f"{one.micro_batch_size}{times}",
-        "largest": f"{one.largest_micro_batch_size:,}",
-        "batch": f"{one.global_batch_size}",
-        "GFLOP": f"{facts.flops * one.num_micro_batches / num_devices / 1e9:,.4g}",
-        "sent MiB": f"{sum(facts.traffic.values()) * one.num_micro_batches / 2**20:,.1f}",
-        "async": f"{facts.num_asynchronous} of {facts.num_collectives}",
-    }
-    if bounds:
-        row["step ms"] = f"{step_s * 1e3:,.1f}"
-        row["bound by"] = max(bounds, key=bounds.__getitem__)
-        row["samples/s"] = f"{one.global_batch_size / step_s:,.0f}"
-    return {**row, "compiled in s": f"{one.compile_s:.1f}"}
+_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+def share_of_gpu(environ: Mapping[str, str]) -> float:
+    """Return the share of a GPU's memory that JAX takes: three quarters, unless its variable says otherwise.
+
+    Raises UsageError if that is no share.
+    """
+    text = environ.get(_SHARE_VARIABLE, "0.75")
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise UsageError(
+            f"{_SHARE_VARIABLE} is {text!r} and must be above 0 and at most 1: the share of a GPU's memory "
+            "that JAX takes. Leave it out for 0.75."
+        )
+    return share
 
 
 if __name__ == "__main__":

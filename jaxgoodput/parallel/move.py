@@ -10,8 +10,6 @@ collectives, never from timings, so every process and every run picks the same.
 """
 
 import collections
-import math
-import re
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +21,7 @@ from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
+from jaxgoodput.parallel.collectives import received_bytes
 from jaxgoodput.parallel.once import Once
 from jaxgoodput.parallel.plan import (
     GROUP_BYTES,
@@ -498,102 +497,3 @@ def one_dimensional(leaf: LeafPlan) -> NamedSharding | None:
         return None
     dim = max(fits, key=lambda d: (leaf.shape[d], -d))
     return NamedSharding(mesh, PartitionSpec(*([None] * dim), "device"))
-
-
-# -- what a compiled program sends -------------------------------------------------------------------
-
-# "%name = f32[4,8]{1,0} all-gather(...), replica_groups={{0,1},{2,3}}, ..." and tuple results.
-_OPERATION = re.compile(
-    r"= (?P<result>\(.*?\)|\S+) "
-    r"(?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)"
-    r"(?P<start>-start)?\((?P<rest>.*)$",
-    re.MULTILINE,
-)
-_NAMED = re.compile(
-    r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast)"
-    r"(-start)?\("
-)
-_SHAPE = re.compile(r"(?P<dtype>[a-z]+\d*[a-z0-9]*)\[(?P<dims>[\d,]*)\]")
-_LISTED = re.compile(r"replica_groups=\{(?P<groups>\{.*?\})\}")
-_IOTA = re.compile(r"replica_groups=\[(?P<count>\d+),(?P<size>\d+)\]<=")
-_PAIRS = re.compile(r"source_target_pairs=\{(?P<pairs>.*?)\}\}")
-_BITS = re.compile(r"\d+")
-
-
-def received_bytes(hlo_text: str, num_devices: int) -> int:
-    """Return the bytes that all `num_devices` together receive in one run of a program, loops counted once.
-
-    XLA's memory analysis reports temporaries but no traffic, and its cost analysis mixes traffic with memory.
-    The optimised HLO names every collective with its result shape and its groups, which is enough: it gives
-    the bytes that arrive on a device and were not there before. Raises ValueError for an unknown collective,
-    which no jitted identity holds.
-
-    >>> line = "%x = f32[8]{0} all-gather(f32[2]{0} %p), replica_groups=[2,4]<=[8], dimensions={0}"
-    >>> received_bytes(line, 8)
-    192
-    """
-    operations = list(_OPERATION.finditer(hlo_text))
-    if len(operations) != len(_NAMED.findall(hlo_text)):
-        raise ValueError(
-            "this program holds collectives in a form that is not known, so the bytes that they send "
-            "cannot be counted. Use a version of jax that this package supports."
-        )
-    return sum(_received_by(found, num_devices) for found in operations)
-
-
-def _received_by(found: re.Match[str], num_devices: int) -> int:
-    """Return the bytes that one collective brings to all devices."""
-    kind, rest, result = found["kind"], found["rest"], _result_bytes(found)
-    if kind == "collective-permute":
-        pairs = _PAIRS.search(rest)
-        if pairs is None:
-            raise ValueError(
-                f"no source_target_pairs in {found[0]!r}: XLA writes programs in another form here. "
-                "Use a version of jax that this package supports."
-            )
-        numbers = [int(n) for n in re.findall(r"\d+", pairs["pairs"])]
-        return result * sum(a != b for a, b in zip(numbers[::2], numbers[1::2], strict=True))
-    size = _group_size(rest, num_devices)
-    if kind in ("all-gather", "all-to-all"):
-        # Each device holds one part in `size` of its result already.
-        return num_devices * result * (size - 1) // size
-    if kind == "all-reduce":
-        return 2 * num_devices * result * (size - 1) // size
-    if kind == "reduce-scatter":
-        return num_devices * result * (size - 1)
-    raise ValueError(
-        f"{kind} is a collective that may send any amount, so the traffic of {found[0]!r} is unknown. "
-        'Use Move.compile(..., routes=("alias", "pieces")).'
-    )
-
-
-def _result_bytes(found: re.Match[str]) -> int:
-    text = found["result"]
-    if found["start"] and found["kind"] in ("all-gather", "collective-permute"):
-        # The asynchronous form returns its operands too: (operand, result, contexts), or for several
-        # operands ((operands), (results)).
-        several = re.findall(r"\(([^()]*)\)", text[1:-1]) if text.startswith("((") else []
-        if len(several) > 1:
-            text = several[1]
-        else:
-            text = "{}[{}]".format(*_SHAPE.findall(text)[1])
-    return sum(_shape_bytes(shape) for shape in _SHAPE.finditer(text))
-
-
-def _shape_bytes(shape: re.Match[str]) -> int:
-    dims = [int(n) for n in shape["dims"].split(",") if n]
-    bits = _BITS.search(shape["dtype"])
-    width = 8 if bits is None or shape["dtype"] == "pred" else int(bits[0])
-    return math.prod(dims) * width // 8
-
-
-def _group_size(rest: str, num_devices: int) -> int:
-    iota = _IOTA.search(rest)
-    if iota is not None:
-        return int(iota["size"])
-    listed = _LISTED.search(rest)
-    if listed is None:
-        return num_devices
-    groups = re.findall(r"\{([\d,]*)\}", listed["groups"])
-    sizes = np.unique([len(group.split(",")) for group in groups])
-    return int(sizes.max())

@@ -332,7 +332,10 @@ def candidates(
 ) -> tuple[Strategy, ...]:
     """Return every strategy that uses all of `num_devices`, plain data parallelism first.
 
-    Not all of them suit a given model: `partition.suitable` tells which do.
+    Not all of them suit a given model: `partition.suitable` tells which do. Context, expert and stage cut
+    only a model that names them, in its constraints or in rules for its parameters. Under any other they
+    would repeat the same work, so they are left out unless you raise their limits. `jaxgoodput plan` tries
+    all six degrees and says why it leaves a strategy out.
 
     >>> [s.name for s in candidates(4)]
     ['data4', 'data2.fsdp2', 'fsdp4', 'data2.tensor2', 'fsdp2.tensor2', 'tensor4']

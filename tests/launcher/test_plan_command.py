@@ -1,6 +1,8 @@
 """`jaxgoodput plan`: right about what fits, named reasons, and nothing trained."""
 
+import concurrent.futures
 import importlib.util
+import os
 import pathlib
 import re
 import subprocess
@@ -65,10 +67,15 @@ def planned(script, *options):
 
 
 def rows(text):
-    """The table by strategy."""
+    """The two tables by strategy."""
     lines = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in text.splitlines()]
-    header, *body = [line for line in lines if line]
-    return {row[0]: dict(zip(header, row, strict=True)) for row in body}
+    found, header = {}, []
+    for cells in filter(None, lines):
+        if cells[0] == "strategy":
+            header = cells
+        else:
+            found.setdefault(cells[0], {}).update(zip(header, cells, strict=True))
+    return found
 
 
 @pytest.mark.slow
@@ -97,8 +104,24 @@ def test_what_it_says_of_memory_is_what_the_compiled_step_takes(script):
         one.compile([size], accumulate=False)
         peak = one.bytes_of(size)
         assert peak is not None
-        told = float(table[strategy.name]["peak MiB"])
-        assert told == pytest.approx(peak.peak / 2**20, rel=0.1, abs=1.0)
+        row = table[strategy.name]
+        assert float(row["peak MiB"]) == pytest.approx(peak.peak / 2**20, rel=0.1, abs=1.0)
+        kinds = ("parameters", "optimizer", "activations", "temporaries")
+        assert sum(float(row[kind]) for kind in kinds) == pytest.approx(
+            float(row["peak MiB"]), abs=0.8
+        )
+        parts = 1 if strategy.data == 8 else 8 if strategy.fsdp == 8 else 2
+        assert (row["parameters"], row["optimizer"]) == (f"{2 / parts:.1f}", f"{4 / parts:.1f}")
+
+
+@pytest.mark.slow
+def test_a_strategy_is_explained_by_the_names_of_the_script(script):
+    done = planned(script, "--devices", "4", "--explain", "fsdp4")
+    assert done.returncode == 0, done.stderr
+    assert set(rows(done.stdout)) == {"fsdp4"}
+    assert "mu of up/kernel" in done.stdout and "all-gather" in done.stdout
+    unknown = planned(script, "--devices", "4", "--explain", "fsdp3")
+    assert unknown.returncode == 2 and "Name one of data4, " in unknown.stderr
 
 
 @pytest.mark.slow
@@ -122,9 +145,42 @@ def test_a_topology_that_is_not_there(script):
     assert all(float(row["step ms"]) > 0 for row in table.values())
 
 
+@pytest.mark.tpu
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_two_plans_for_tpus_run_at_once(script):
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("the TPU compiler (libtpu, in the extra `tpu`) is not installed")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        both = list(pool.map(lambda shape: planned(script, "--topology", shape), ["v5e:2x4"] * 2))
+    assert [done.returncode for done in both] == [0, 0], [done.stderr for done in both]
+
+
 @pytest.mark.slow
 def test_without_the_tpu_compiler_the_remedy_is_named(script):
     if importlib.util.find_spec("libtpu") is not None:
         pytest.skip("the TPU compiler is installed")
     done = planned(script, "--topology", "v5e:2x4")
     assert done.returncode == 2 and "pip install 'jaxgoodput[tpu]'" in done.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "between"), [("h100:1x8", False), ("h100:2x4", True)])
+def test_gpus_that_are_not_there(script, topology, between):
+    """With the CUDA compiler of this environment, or of the one whose Python CUDA_COMPILER_PYTHON names."""
+    python = os.environ.get("CUDA_COMPILER_PYTHON", "")
+    if not python and importlib.util.find_spec("jax_cuda12_plugin") is None:
+        pytest.skip(
+            "the CUDA compiler is not installed: pip install 'jaxgoodput[cuda12]', or name a Python that "
+            "has it in CUDA_COMPILER_PYTHON"
+        )
+    elsewhere = ["--python", python] if python else []
+    done = planned(script, "--topology", topology, "--price-per-hour", "2", *elsewhere)
+    assert done.returncode == 0, done.stderr
+    table = rows(done.stdout)
+    assert set(table) == {"data8", "fsdp8", "data4.tensor2"}
+    for name, row in table.items():
+        assert float(row["step ms"]) > 0 and float(row["per 1e6 samples"]) > 0
+        assert (float(row["between MiB"]) > 0) == between, name
+    assert table["fsdp8"]["parameters"] == "0.2" and table["data8"]["parameters"] == "2.0"

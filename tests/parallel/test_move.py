@@ -16,7 +16,6 @@ from jaxgoodput.parallel.move import (
     Move,
     MoveDoesNotFit,
     is_good,
-    received_bytes,
 )
 from jaxgoodput.parallel.strategy import Strategy
 
@@ -293,38 +292,6 @@ def test_no_allowed_route_is_an_error():
     state = placed(value(small=True), layouts()["fsdp8"])
     with pytest.raises(ValueError, match='other devices need "pieces"'):
         Move.compile(state, shardings(layouts()["half"], state), routes=("alias", "direct"))
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("%p = f32[8,2]{1,0} all-gather(f32[1,2] %x), replica_groups={{0,1,2,3,4,5,6,7}}", 8 * 56),
-        (
-            "%p = (f32[4], f32[4]) all-to-all(f32[4] %a, f32[4] %b), replica_groups=[4,2]<=[8]",
-            8 * 16,
-        ),
-        (
-            "%p = bf16[4] collective-permute(bf16[4] %a), source_target_pairs={{0,1},{1,0},{2,2}}",
-            16,
-        ),
-        ("%p = pred[16] all-reduce(pred[16] %a), replica_groups=[1,8]<=[8], to_apply=%or", 8 * 28),
-        ("%p = f32[2] reduce-scatter(f32[8] %a), replica_groups={{0,1,2,3},{4,5,6,7}}", 8 * 24),
-        ("%p = (f32[2], f32[8]) all-gather-start(f32[2] %a), replica_groups=[2,4]<=[8]", 8 * 24),
-        (
-            "%p = ((f32[2]{0}, f32[4]{0}), (f32[16]{0}, f32[32]{0})) all-gather-start(%x, %y), "
-            "replica_groups=[1,8]<=[8]",
-            8 * (16 + 32) * 4 * 7 // 8,
-        ),
-        ("%p = f32[8] add(f32[8] %a, f32[8] %b)", 0),
-    ],
-)
-def test_traffic_is_read_from_the_program(line, expected):
-    assert received_bytes(line, 8) == expected
-
-
-def test_a_collective_in_an_unknown_form_is_not_taken_for_silence():
-    with pytest.raises(ValueError, match="form that is not known"):
-        received_bytes("%p = f32[4] collective-broadcast(f32[4] %x), replica_groups={{0,1}}", 8)
 
 
 def test_an_empty_leaf_goes_along():

@@ -1,6 +1,6 @@
 """A program, as `jax.jit` needs it, and the shape of the micro-batches that it is made for."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -86,9 +86,12 @@ class Program:
         set_priorities(lowered, PRIORITIES, first=DATA_AXIS)
         return lowered
 
-    def compile(self) -> jax.stages.Compiled:
-        """Compile the executable on this thread."""
-        return self.compiled(self.lower())
+    def compile(self, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+        """Compile the executable on this thread; `options` are the compiler's own."""
+        lowered = self.lower()
+        if options is not None:
+            return lowered.compile(compiler_options=dict(options))
+        return self.compiled(lowered)
 
     def compiled(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """Compile what `lower` has returned."""

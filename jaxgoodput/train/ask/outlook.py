@@ -2,27 +2,39 @@
 
 The engine's step is compiled for each strategy from abstract values. The executable tells how much memory it
 needs, how much it sends, and how much of that overlaps with computation. The step time is a roofline estimate
-(Williams et al. 2009): the slowest of arithmetic, memory and network, each at the chip's peak rate. No
-program reaches peak rates, so only the order of the strategies is meaningful.
+(Williams et al. 2009): the slower of arithmetic and memory, plus the collectives during which nothing is
+computed, and at least what the links take, each at the chip's peak rate. No program reaches peak rates, so
+only the order of the strategies is meaningful.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxgoodput.data.datasets import as_source
 from jaxgoodput.data.sources import abstract_sample
-from jaxgoodput.engine.analysis import Analysis, analyse
+from jaxgoodput.engine.analysis.analysis import Analysis, compiled_analysis
 from jaxgoodput.engine.chips import Chip, chip_of
 from jaxgoodput.engine.engine import Engine, Engines
-from jaxgoodput.engine.step import own_specs
+from jaxgoodput.engine.loss_checks import constrained_axes
+from jaxgoodput.engine.programs.program import SampleShape
+from jaxgoodput.engine.state import TrainState
+from jaxgoodput.engine.step import Problem, own_specs
 from jaxgoodput.goodput.memory import largest_that_fits
+from jaxgoodput.parallel.collectives import Received, node_of
 from jaxgoodput.parallel.partition import suitable
-from jaxgoodput.parallel.strategy import Strategy, candidates
+from jaxgoodput.parallel.strategy import CONTEXT_AXIS, Strategy, candidates
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.start.problem import as_loaded, problem_of
 from jaxgoodput.train.task import Task
+
+# Parts of sequences, experts or stacks, unless the configuration has strategies with more.
+MOST_PARTS = 8
+_NO_SEQUENCES = (
+    "the model constrains no activation over context, so every part would compute whole sequences; see "
+    "jax.lax.with_sharding_constraint"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +53,10 @@ class Outlook:
     analysis: Analysis
     """Analysis of the step of one micro-batch."""
     rooflines_s: dict[str, float]
-    """Seconds that arithmetic, memory and network each need for a micro-batch; empty for an unknown chip."""
+    """Seconds that arithmetic, memory, the links inside nodes and the network between them each need for a
+    micro-batch; empty for an unknown chip."""
+    exposed_s: float
+    """Seconds of a micro-batch in which a device waits for collectives, by the roofline."""
     compile_s: float
     """Seconds that compiling took."""
 
@@ -58,7 +73,20 @@ class Outlook:
     @property
     def step_s(self) -> float:
         """Seconds of a step of all micro-batches, by the roofline; NaN for an unknown chip."""
-        return max(self.rooflines_s.values(), default=float("nan")) * self.num_micro_batches
+        return self.micro_batch_s * self.num_micro_batches
+
+    @property
+    def micro_batch_s(self) -> float:
+        """Seconds of a micro-batch, by the roofline; NaN for an unknown chip."""
+        if not self.rooflines_s:
+            return float("nan")
+        busy_s = max(self.rooflines_s["arithmetic"], self.rooflines_s["memory"])
+        return max(busy_s + self.exposed_s, *self.rooflines_s.values())
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples per second, by the roofline; NaN for an unknown chip."""
+        return self.global_batch_size / self.step_s
 
 
 @dataclass(frozen=True)
@@ -74,21 +102,36 @@ def candidates_for(
 ) -> tuple[tuple[Strategy, ...], tuple[LeftOut, ...]]:
     """Return the strategies to compare, and those left out.
 
-    They come from the configuration; if it has none, all strategies that suit the model are considered.
+    They come from the configuration; if it has none, all strategies that suit the model are considered, with
+    every degree but data and fsdp up to `MOST_PARTS`.
     """
-    asked = config.strategies or candidates(num_devices)
+    parts = dict.fromkeys(("max_context", "max_expert", "max_stage"), MOST_PARTS)
+    asked = config.strategies or candidates(num_devices, **parts)
     resolved = dict.fromkeys(strategy.resolved(num_devices) for strategy in asked)
     problem = problem_of(task, config)
     state = Engines(problem, None).state
+    idle = () if config.strategies else _idle(resolved, task, config, problem, state)
     kept, others = suitable(
-        resolved,
+        [strategy for strategy in resolved if strategy not in idle],
         state,
         state.params,
         own_specs(problem),
         memory_bytes=None if memory_bytes is None else int(memory_bytes),
         compute_dtype=problem.compute_dtype,
     )
-    return kept, tuple(LeftOut(strategy, reason) for strategy, reason in others)
+    reasons = [*others, *((strategy, _NO_SEQUENCES) for strategy in idle)]
+    return kept, tuple(LeftOut(strategy, reason) for strategy, reason in reasons)
+
+
+def _idle(
+    strategies: Iterable[Strategy], task: Task, config: Config, problem: Problem, state: TrainState
+) -> tuple[Strategy, ...]:
+    """Return the strategies with a degree of context, unless the model constrains an activation over it."""
+    sample = as_loaded(abstract_sample(as_source(task.dataset())), config)
+    batch = SampleShape.of(sample, micro_batch_size=2).batch(2)
+    if CONTEXT_AXIS in constrained_axes(problem, state, batch):
+        return ()
+    return tuple(strategy for strategy in strategies if strategy.context > 1)
 
 
 def outlooks(
@@ -130,10 +173,11 @@ def _outlook(
 ) -> Outlook:
     start_s = time.perf_counter()
     known = {}
+    nodes = [node_of(device) for device in engine.layout.mesh.devices.flat]
     size = micro_batch_size or max(base // engine.num_replicas, 1)
     while True:
         program = engine.programs.step(engine.shape(size), measure=False)
-        found = analyse(program, program.compile(), engine.layout.num_devices)
+        found = compiled_analysis(program, nodes)
         known[size] = found.bytes
         if found.bytes.peak <= budget or micro_batch_size is not None or size == 1:
             break
@@ -149,6 +193,7 @@ def _outlook(
         budget=budget,
         analysis=found,
         rooflines_s={} if chip is None else _rooflines(found, chip, engine.layout.num_devices),
+        exposed_s=float("nan") if chip is None else sum(_sending_s(found.exposed, chip).values()),
         compile_s=time.perf_counter() - start_s,
     )
 
@@ -156,10 +201,18 @@ def _outlook(
 def _rooflines(found: Analysis, chip: Chip, num_devices: int) -> dict[str, float]:
     need = found.bytes
     return {
-        "arithmetic": found.flops / num_devices / chip.flops,
+        "arithmetic": chip.seconds_of(found.flops_by_type) / num_devices,
         # The state is read and written; temporaries are written and read.
         "memory": 2 * (need.arguments + need.temporaries) / chip.memory_bandwidth,
-        "network": sum(found.traffic.values()) / chip.network_bandwidth,
+        **_sending_s(found.received, chip),
+    }
+
+
+def _sending_s(received: Received, chip: Chip) -> dict[str, float]:
+    """Return the seconds that links inside a node and the network between nodes need."""
+    return {
+        "links": received.inside / chip.network_bandwidth,
+        "network": received.between / chip.node_bandwidth,
     }
 
 

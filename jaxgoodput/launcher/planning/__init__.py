@@ -1,0 +1,1 @@
+"""Plans for devices that need not be there: their names and compilers, and what is printed."""
