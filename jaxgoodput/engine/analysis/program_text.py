@@ -167,4 +167,4 @@ _LENGTH = re.compile(r"[su]32\[\]\S* constant\((\d+)\)")
 _ANY = r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
 # By opcode, with "" for all others: the attributes that name what an instruction runs.
 _CALLERS = {"": _ANY}
-_STARTS = dict.fromkeys(("while", "conditional", "call", "async-start"), _ANY)
+_STARTS: dict[str, str] = dict.fromkeys("while conditional call async-start".split(), _ANY)
