@@ -363,6 +363,7 @@ def test_a_gang_is_spread_over_more_nodes_if_one_has_too_few_cpus():
 
 
 @given(st.integers(1, 8), st.integers(1, 200), st.integers(1, 999))
+@settings(max_examples=25, deadline=None)
 def test_an_even_share_of_what_a_node_has_fits_on_it(num_devices, cpus, gib):
     cluster = cluster_of([{"num_devices": num_devices, "cpus": cpus, "memory_gib": gib}])
     share = {
