@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from jaxgoodput.cluster.published.recorded.times import is_missing
 
@@ -85,6 +85,11 @@ def kinds_in(name: str) -> Callable[[Cells], tuple[str, ...]]:
     return read
 
 
+def _zero(cells: Cells) -> float:
+    """Return 0, as a trace that does not say what a job had."""
+    return 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class TraceLayout:
     """Which column of a trace holds what. Use `columns_layout`, or one of the presets."""
@@ -105,9 +110,9 @@ class TraceLayout:
     """Devices of a job; parts of one are rounded up."""
     kinds: Callable[[Cells], tuple[str, ...]] | None = None
     """Kinds of device that a job may use; empty: all."""
-    cpus: Callable[[Cells], float] = field(default=lambda _: 0.0)
+    cpus: Callable[[Cells], float] = field(default=_zero)
     """CPUs of a job on all nodes together; 0: unknown."""
-    memory_gib: Callable[[Cells], float] = field(default=lambda _: 0.0)
+    memory_gib: Callable[[Cells], float] = field(default=_zero)
     """Main memory of a job on all nodes together, in GiB; 0: unknown."""
     left_out: Callable[[Cells], str | None] = field(default=lambda _: None)
     """Reason for which a row is no job; None if it is one."""
@@ -147,11 +152,6 @@ def columns_layout(
             f"--columns {text!r}: no column says how many devices a job had. Add devices=NAME."
         )
     kind, cpu, memory = (columns.pop(role, None) for role in ("kind", "cpu", "memory"))
-    amounts: dict[str, Any] = {
-        name: devices_in(column)
-        for name, column in (("cpus", cpu), ("memory_gib", memory))
-        if column is not None
-    }
     try:
         return TraceLayout(
             columns=columns,
@@ -160,7 +160,8 @@ def columns_layout(
             needs=tuple(name for name in (devices, kind, cpu, memory) if name is not None),
             devices=devices_in(devices),
             kinds=None if kind is None else kinds_in(kind),
-            **amounts,
+            cpus=_zero if cpu is None else devices_in(cpu),
+            memory_gib=_zero if memory is None else devices_in(memory),
         )
     except ValueError as error:
         raise ValueError(f"--columns {text!r}: {error}") from error

@@ -1,7 +1,8 @@
 """CPUs and memory: what nodes have, what jobs need for each device, and what is left beside jobs.
 
-A node whose CPUs or memory are unknown never runs short of them. Amounts are whole numbers, thousandths of a
-CPU and MiB, so that sums are exact: what jobs need is rounded up, what nodes have is rounded down.
+A node whose CPUs or memory are unknown never runs short of them. Amounts are whole numbers, millionths of a
+CPU and KiB, so that sums are exact. All are rounded down, so that three devices with a third of 4 CPUs each
+fit on a node of 4.
 """
 
 import math
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, JobTerms, Node
 
 UNLIMITED = 2**60  # far more than all jobs together can need, and safe in sums of 64 bits
-PER_CPU, PER_GIB = 1000, 1024
+PER_CPU, PER_GIB = 1_000_000, 2**20
 _ROUNDING = 1e-6  # so that numbers written as fractions stay what they were
 
 
@@ -20,9 +21,9 @@ class Amounts(NamedTuple):
     """An amount of CPUs and of memory."""
 
     cpus: int
-    """Thousandths of a CPU."""
+    """Millionths of a CPU."""
     memory: int
-    """MiB."""
+    """KiB."""
 
     def __bool__(self) -> bool:
         return self.cpus > 0 or self.memory > 0
@@ -50,7 +51,7 @@ class Amounts(NamedTuple):
     def devices(self, needs: "Amounts", most: int) -> int:
         """Return for how many devices this amount is enough, `most` at most, if each needs `needs`.
 
-        >>> Amounts(32_000, UNLIMITED).devices(Amounts(10_000, 4096), 8)
+        >>> Amounts(32_000_000, UNLIMITED).devices(Amounts(10_000_000, 4096), 8)
         3
         """
         for has, need in zip(self, needs, strict=True):
@@ -68,8 +69,8 @@ def needs_of(spec: JobTerms) -> Amounts:
     if not (spec.cpus_per_device or spec.memory_gib_per_device):
         return NOTHING
     return Amounts(
-        math.ceil(PER_CPU * spec.cpus_per_device - _ROUNDING),
-        math.ceil(PER_GIB * spec.memory_gib_per_device - _ROUNDING),
+        math.floor(PER_CPU * spec.cpus_per_device + _ROUNDING),
+        math.floor(PER_GIB * spec.memory_gib_per_device + _ROUNDING),
     )
 
 
@@ -158,7 +159,7 @@ def too_much(
 def in_words(amounts: Amounts, needs: Amounts | None = None) -> str:
     """Return an amount in words: what is limited, and of that only what `needs` asks for.
 
-    >>> in_words(Amounts(4500, 2048)), in_words(Amounts(4000, UNLIMITED))
+    >>> in_words(Amounts(4_500_000, 2**21)), in_words(Amounts(4_000_000, UNLIMITED))
     ('4.5 CPUs and 2 GiB of memory', '4 CPUs')
     """
     parts = [
@@ -178,7 +179,7 @@ def in_words(amounts: Amounts, needs: Amounts | None = None) -> str:
 def needed_in_words(needs: Amounts) -> str:
     """Return what a job needs for each device, in words.
 
-    >>> needed_in_words(Amounts(8000, 0))
+    >>> needed_in_words(Amounts(8_000_000, 0))
     '8 CPUs per device'
     """
     asked = Amounts(*(need or UNLIMITED for need in needs))

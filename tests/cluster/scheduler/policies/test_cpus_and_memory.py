@@ -362,6 +362,20 @@ def test_a_gang_is_spread_over_more_nodes_if_one_has_too_few_cpus():
     assert sorted(map(len, plan.allocations["gang"].devices.values())) == [4, 4]
 
 
+@given(st.integers(1, 8), st.integers(1, 200), st.integers(1, 999))
+@settings(max_examples=25, deadline=None)
+def test_an_even_share_of_what_a_node_has_fits_on_it(num_devices, cpus, gib):
+    cluster = cluster_of([{"num_devices": num_devices, "cpus": cpus, "memory_gib": gib}])
+    share = {
+        "cpus_per_device": cpus / num_devices,
+        "memory_gib_per_device": gib / num_devices,
+    }
+    assert reconcile([job("a", num_devices, **share)], cluster, PATIENT, 0.0).start == ("a",)
+    for name, has in share.items():  # a thousandth more does not
+        more = job("a", num_devices, **{**share, name: 1.001 * has})
+        assert not reconcile([more], cluster, PATIENT, 0.0).start
+
+
 def test_a_job_that_no_node_has_cpus_for_is_refused_with_the_numbers():
     cluster = cluster_of([{"num_devices": 8, "cpus": 6.0}])
     views = [job("hungry", 2, cpus_per_device=8.0)]
