@@ -43,15 +43,8 @@ def least_price(board: Board, pending: Sequence[Request], most: float) -> float:
 def _gains(board: Board, largest: int, sizes: tuple[int, ...], most: float) -> dict[Gain, float]:
     """Return the slots of each size that moves on one node bring, with the least price of such moves."""
     found: dict[Gain, float] = {}
-    seen: set[tuple[int, tuple[tuple[int, float], ...]]] = set()
-    for node in np.flatnonzero(board.up).tolist():
-        its = (board.requests[key] for key in board.on[node])
-        jobs = tuple(sorted((r.shape.num_devices, r.price) for r in its))
-        jobs = tuple(job for job in jobs if job[0] < largest)
-        free = int(board.free[node])
-        if (free, jobs) in seen:
-            continue
-        seen.add((free, jobs))
+    nodes = np.flatnonzero(board.up).tolist()
+    for free, jobs in {(int(board.free[node]), _jobs(board, node, largest)) for node in nodes}:
         for moved, price in _moves(jobs, most):
             rests = [sum(g % size * n for g, n in moved.items()) for size in sizes]
             gain = tuple(
@@ -61,6 +54,14 @@ def _gains(board: Board, largest: int, sizes: tuple[int, ...], most: float) -> d
             if any(gain) and price < found.get(gain, most):
                 found[gain] = price
     return found
+
+
+def _jobs(board: Board, node: int, largest: int) -> tuple[tuple[int, float], ...]:
+    """Return the size and price of each job on a node that is smaller than the largest waiting part."""
+    its = (board.requests[key] for key in board.on[node])
+    return tuple(
+        sorted((r.shape.num_devices, r.price) for r in its if r.shape.num_devices < largest)
+    )
 
 
 def _moves(

@@ -164,9 +164,7 @@ class Goodput:
         if by_present and not starts(decision, problem) and changes(decision, problem):
             # No waiting job gets its turn, and without one running jobs exchange no devices.
             decision = self._decide(problem, then, owed)
-        is_due = owed.turns.due
-        started = [i for i in starts(decision, problem) if is_due[i] or not is_news]
-        return with_turns(decision, problem, started, is_due)
+        return with_turns(decision, problem, owed.turns.due, is_news)
 
     def _owed(self, problem: ShapeProblem) -> _Owed:
         return _Owed(

@@ -171,21 +171,15 @@ def changes(decision: Decision, problem: ShapeProblem) -> bool:
 
 
 def with_turns(
-    decision: Decision, problem: ShapeProblem, started: list[int], is_due: np.ndarray
+    decision: Decision, problem: ShapeProblem, is_due: np.ndarray, is_news: bool
 ) -> Decision:
     """Return the decision; reasons say whose turn it is, if jobs start on devices that others had.
 
-    `started`: jobs that wait and get devices; `is_due`: [jobs] bool, jobs whose reason says why they are due
-    already.
+    `is_due`: [jobs] bool, jobs whose reason says why they are due already. If there `is_news`, it is not
+    their turn that starts the other jobs.
     """
-    if not started:
-        return decision
-    fewer = [
-        view.spec.id
-        for view in problem.jobs
-        if (given := decision.allocations.get(view.spec.id)) is not view.allocation
-        and view.allocation.num_devices > (given.num_devices if given else 0)
-    ]
+    started = [i for i in starts(decision, problem) if is_due[i] or not is_news]
+    fewer = _with_fewer_devices(decision, problem) if started else []
     if not fewer:
         return decision
     reasons, waited_s = dict(decision.reasons), problem.waited_s()
@@ -196,6 +190,15 @@ def with_turns(
     for id_ in fewer:
         reasons[id_] += f"; it is the turn of {first}{more}"
     return replace(decision, reasons=reasons)
+
+
+def _with_fewer_devices(decision: Decision, problem: ShapeProblem) -> list[str]:
+    return [
+        view.spec.id
+        for view in problem.jobs
+        if (given := decision.allocations.get(view.spec.id)) is not view.allocation
+        and view.allocation.num_devices > (given.num_devices if given else 0)
+    ]
 
 
 def with_ended_promises(
