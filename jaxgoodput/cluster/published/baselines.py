@@ -275,8 +275,8 @@ class LeastRemaining:
 
     Jobs are in the order of the device-seconds that they have left, or of the seconds if `by_time`; each runs
     if it fits beside the jobs before it, and others are preempted. On one device no order has a lower average
-    completion time (Schrage, 1968). A job whose work is only guessed from jobs that have ended has the place
-    that its Gittins index says (Gittins, 1979), and one of which nothing is known that of its service.
+    completion time (Schrage, 1968). If a job's work is only guessed from jobs that have ended, its Gittins
+    index decides (Gittins, 1979); if nothing is known of it, the service that it has had.
     """
 
     by_time: bool = False

@@ -74,7 +74,7 @@ class Settings:
     max_devices: int = 64
     """Most devices of one job."""
     work_left: WorkLeft = "published"
-    """What every policy knows of the work that jobs have left. "nothing": only that of jobs with a deadline.
+    """What every policy knows of the work that jobs have left. "nothing": only for jobs with a deadline.
     "history": what the service guesses from jobs that have ended (`JobView.work_guess`). "told": all of it.
     "published": what the published simulator of the workload tells, and nothing if there is none."""
     rounding: bool = True

@@ -31,7 +31,7 @@ class Analysis:
     """Multiplications and additions in matrix products and convolutions, on all devices together, by the
     type of the factors."""
     num_kernels: int
-    """Kernels, copies and collectives that are started; those of a loop as often as it runs, and those of a
+    """Kernels, copies and collectives that are started: in a loop as often as it runs, and in a
     conditional in all of its branches."""
     collectives: tuple[CollectiveUse, ...]
     """Collectives in the text; a loop's once, with the bytes of all its runs."""

@@ -103,7 +103,7 @@ def _gpus(topology: str, num_slices: int, cluster: GpuCluster) -> list[Any]:
     except Exception as error:  # no common type: the plugin and its libraries each have their own
         raise UsageError(
             f"the CUDA compiler is installed, but does not make {topology} available: "
-            f"{_first_line(error)}. Its version must be that of jax."
+            f"{_first_line(error)}. It must have the version of jax."
         ) from error
     return list(found.devices)
 

@@ -51,7 +51,7 @@ FIELDS: Mapping[str, str] = {
 
 
 def devices_in(name: str) -> Callable[[Cells], float]:
-    """Return the function that reads a number, such as that of devices, in a column. It raises ValueError."""
+    """Return the function that reads a number, such as the devices, in a column. It raises ValueError."""
 
     def read(cells: Cells) -> float:
         return number_in(cells, name)

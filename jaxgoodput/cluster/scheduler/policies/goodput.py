@@ -11,8 +11,8 @@ want as many devices as there are (`clearing_prices`), so jobs that scale well g
 utilities for all would give.
 
 A change costs the restart's share of the time until the next one (`expected_stay_s`), at most nine tenths,
-so that no job is frozen. A paused job restarts once more (`transitions.py`). The weight is that of a job
-which leaves soon: it falls with the device-seconds left, if the job declares its progress; or else with
+so that no job is frozen. A paused job restarts once more (`transitions.py`). Jobs that leave
+soon have a high weight: it falls with the device-seconds left, if a job declares its progress; or else with
 what jobs that have ended say of them (`work_left.py`); or else with the device-seconds that it has had,
 because a job that has had little probably needs little more. The weight of a guess rises with age, so the
 earlier one of two large jobs finishes first. A job that has not run yet is offered kinds at the ratios that
