@@ -10,6 +10,7 @@ import pathlib
 import secrets
 import sys
 import types
+from typing import Any
 
 import pytest
 import services
@@ -517,7 +518,7 @@ def test_a_cancelled_planner_ends_even_if_an_answer_comes_at_that_moment(num_tur
     """A cancellation that is swallowed would leave a service that never ends."""
 
     async def scene():
-        process = types.SimpleNamespace(stdout=asyncio.StreamReader())
+        process: Any = types.SimpleNamespace(stdout=asyncio.StreamReader())
 
         async def read():
             async for _ in planners_module._messages(process, 60.0):
