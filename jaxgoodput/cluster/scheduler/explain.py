@@ -401,7 +401,8 @@ def _where(question: _Question, plan: Plan, id_: str) -> str:
         said += f", about {view.remaining / speed:.0f} s more"
     elif view.work_guess is not None and given.num_devices:
         left_s = view.work_guess.least_left_s(sum(view.received_s.values()), 0.5)
-        said += f", about {left_s / given.num_devices:.0f} s more by {view.work_guess.basis}"
+        left_s /= given.num_devices
+        said += f", perhaps {left_s:.0f} s more, the median of {view.work_guess.basis}"
     return f"{said})"
 
 

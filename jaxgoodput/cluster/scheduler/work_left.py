@@ -6,8 +6,9 @@ largest ratio of the two over d: the ends per device-second that running it prom
 in the order of their rates have the lowest average completion time on one device. If nothing is known of S
 but that it may have any order of magnitude, the rate falls with a, and that is least attained service.
 
-What is known of S are jobs that have ended: of the same script and owner, of as many devices, and all. The
-fewer there are of the one, the more the next one counts, and the last is a guess that holds without any.
+S is guessed from jobs that have ended, in whatever way: runs of the same script and owner. If they are few,
+jobs that asked for as many devices count as well; if these are few, all jobs; and if these are few, a
+distribution that was chosen once. Jobs that still run are not counted, so guesses are a little short.
 """
 
 from collections import defaultdict
@@ -28,7 +29,7 @@ TABLED_S = np.concatenate([[0.0], np.geomspace(30.0, 1e9, 120)])
 
 @dataclass(frozen=True)
 class EndedJob:
-    """A job that has ended, in whatever way, and what it had used."""
+    """A job that is done, has failed or was cancelled, and what it had used."""
 
     script: str
     """What it ran; empty if unknown."""
@@ -98,17 +99,22 @@ class Experience:
         groups = [key for key in _groups(script, owner, num_devices) if self._used_s.get(key)]
         if not groups:
             return None
-        nearest = groups[-1]
-        if nearest not in self._known:
+        nearest, asked = groups[-1], (script, owner, num_devices)
+        if asked not in self._known:
             shares = USUAL_S / (USUAL_S + TABLED_S)
             for key in groups:
                 shares = _with_ended(shares, self._used_s[key])
-            words = f"{len(self._used_s[nearest])} {_IN_WORDS[len(nearest)]}"
-            self._known[nearest] = WorkGuess(tuple(shares.tolist()), words)
-        return self._known[nearest]
+            num = len(self._used_s[nearest])
+            words = f"{num} {_IN_WORDS[len(nearest)][num > 1]}"
+            self._known[asked] = WorkGuess(tuple(shares.tolist()), words)
+        return self._known[asked]
 
 
-_IN_WORDS = ("jobs that have ended", "ended jobs of as many devices", "earlier runs of its script")
+_IN_WORDS = (
+    ("ended job", "ended jobs"),
+    ("ended job of as many devices", "ended jobs of as many devices"),
+    ("earlier run of its script", "earlier runs of its script"),
+)
 
 
 def _groups(script: str, owner: str, num_devices: int) -> list[tuple]:

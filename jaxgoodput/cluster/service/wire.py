@@ -26,7 +26,7 @@ from jaxgoodput.specs import (
 
 T = TypeVar("T")
 
-VERSION = 3
+VERSION = 4
 """The version of the protocol. The service refuses agents of another version."""
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"

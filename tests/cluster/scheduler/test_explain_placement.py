@@ -49,7 +49,7 @@ def test_it_says_how_much_longer_what_is_in_the_way_will_run_as_runs_before_it_d
     jobs, plan = settled(jobs, even(4, 8))
     (waits,) = [v.spec.id for v in jobs if not plan.allocations[v.spec.id].devices]
     said = explain(waits, jobs, even(4, 8), Goodput(), 60.0, plan=plan).message
-    (left,) = re.findall(r"about (\d+) s more by 40 earlier runs of its script", said)
+    (left,) = re.findall(r"perhaps (\d+) s more, the median of 40 earlier runs of its script", said)
     assert 0.9 * 4500 / 5 <= int(left) <= 1.2 * 4500 / 5
 
 

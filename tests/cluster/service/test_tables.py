@@ -17,7 +17,7 @@ from jaxgoodput.cluster.scheduler.shapes import shapes
 from jaxgoodput.cluster.service.node.hints import hints_of
 from jaxgoodput.cluster.service.planning import decide
 from jaxgoodput.cluster.service.planning.follow import Planner
-from jaxgoodput.cluster.service.planning.tables import table_of
+from jaxgoodput.cluster.service.planning.tables import table_of, work_left
 from jaxgoodput.cluster.service.record.events import (
     HintsReceived,
     JobSubmitted,
@@ -26,7 +26,7 @@ from jaxgoodput.cluster.service.record.events import (
     PlanMade,
 )
 from jaxgoodput.cluster.service.record.journal import ClusterJournal as Events
-from jaxgoodput.cluster.service.record.state import JobEntry, State, step
+from jaxgoodput.cluster.service.record.state import JobEntry, NodeEntry, State, step
 from jaxgoodput.cluster.service.web.requests import StrictJson
 from jaxgoodput.cluster.service.wire import Sharing
 from jaxgoodput.cluster.simulate.simulator import uniform_cluster
@@ -190,6 +190,29 @@ def test_elastic_and_rigid_jobs():
     assert set(rigid.goodput) == {Shape(KIND, 1, 3)}
 
 
+@pytest.mark.parametrize("mode", ["rigid", "elastic", "adaptive"])
+@pytest.mark.parametrize("has_layouts", [True, False])
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_the_work_left_is_in_the_unit_of_the_table(run, mode, has_layouts, is_measured):
+    """Left work over goodput on the present devices is the same time, whatever the table is made of."""
+    hints = dataclasses.replace(
+        told(run, KIND, 8, 1), total=1e4, goodput=500.0 if is_measured else None, throughput=None
+    )
+    hints = hints if has_layouts else dataclasses.replace(hints, layouts=())
+    shape = Shape(KIND, 1, 8)
+    entry = entry_of(hints, mode=mode, num_devices=8 if mode == "rigid" else None)
+    table = table_of(entry, [shape], 0.0)
+    left = work_left(hints, table)
+    in_samples = has_layouts and mode != "rigid"
+    assert table.in_samples == in_samples
+    if in_samples:
+        assert left == hints.remaining
+    elif is_measured:
+        assert left / table.goodput[shape] == pytest.approx(hints.remaining / 500.0)
+    else:
+        assert left is None
+
+
 def test_an_elastic_job_that_has_measured_is_planned_by_its_measurements(run):
     hints = told(run, KIND, 3, 1)
     offered = shapes_up_to(KIND, 16, 2)
@@ -337,6 +360,44 @@ def test_costs_that_cannot_be():
     good |= {name: 0.1 for name in ("intra_per_replica", "inter_base", "inter_per_replica")}
     with pytest.raises(ValueError, match="numbers from 0"):
         StepCost(**good, overlap=float("nan"))
+
+
+def test_what_if_is_the_plan_that_a_submission_gets():
+    """Also if earlier runs of the script decide who comes first."""
+    cluster = uniform_cluster(KIND, 1, 8)
+    state = lived_with_history(cluster)
+    rules = decide.PlanRules(named=catalogue()["goodput"])
+    asked = dataclasses.replace(
+        services.submission("new", mode="rigid", num_devices=8), command=("python", "short.py")
+    )
+    found = decide.what_if(state, asked, 1e5, rules)
+    entry = JobEntry(submission=asked, secret="", submitted_s=1e5, settled_s=1e5)
+    after = dataclasses.replace(state, jobs={**state.jobs, "new": entry})
+    plan = decide.plan(after, 1e5, rules)
+    assert plan is not None and plan.allocations["new"].num_devices == 8
+    assert found.gets != "no devices"
+
+
+def lived_with_history(cluster):
+    """A state in which short runs of one script and long ones of another have ended, and a long one waits."""
+    nodes = {n.name: NodeEntry(node=n, instance="i", version=0) for n in cluster.nodes}
+    jobs = {}
+    for script, device_s, count in (("short.py", 480.0, 30), ("long.py", 8e6, 60)):
+        for i in range(count):
+            id_ = f"{script}-{i}"
+            made = services.submission(id_, mode="rigid", num_devices=8)
+            made = dataclasses.replace(made, command=("python", script))
+            jobs[id_] = JobEntry(
+                submission=made,
+                secret="",
+                submitted_s=0.0,
+                phase="done",
+                received_s={KIND: device_s},
+            )
+    waits = services.submission("waits", mode="rigid", num_devices=8)
+    waits = dataclasses.replace(waits, command=("python", "long.py"))
+    jobs["waits"] = JobEntry(submission=waits, secret="", submitted_s=9.99e4, settled_s=9.99e4)
+    return State(nodes=nodes, jobs=jobs)
 
 
 def test_what_if_and_explain_answer_from_the_journal(tmp_path, run):

@@ -2,16 +2,15 @@
 
 Utility counts jobs, so many small jobs outbid a large one in every round. An equal share would give every
 job the same part of its life on the fewest devices that it accepts, by weight: part = w C / sum_j w_j n_j,
-at most 1, for C devices and jobs that need n_j. A job is guaranteed to end as if it had a share of its part
-all the time. So it is *due* once it is older than a patience, has run for less than that share of part x age,
-and could no longer end by then if it ran alone from now on, as far as its work is told, or else guessed: a
-job whose work is known can wait, as long as it is in time. It stays due until it has had twice the share, so
-it is not interrupted at once; if jobs alternate, they do so in stretches that grow with their age. So that
-these do not grow for ever,
-a job is also due once it has waited, without a break, for twice the patience times the number of clusters
-that all jobs together would fill; turns of one patience each would come in half of that. While at most half
-as many jobs again want devices as there are, a job that has run is due much sooner, unless restarts take
-long: a pause costs its job more than the restarts cost the others.
+at most 1, for C devices and jobs that need n_j. A job is guaranteed that it ends no later than if it ran for
+a share of its part all the time. As long as it could still do so by running from now on without a break, it
+can wait: its work is told, or else guessed (`work_left.py`). So it is *due* if it is older than a patience,
+has run for less than that share of part x age, and would now end too late. It stays due until the same holds
+for twice the share, so it is not interrupted at once; if jobs alternate, they do so in stretches that grow
+with their age. These do not grow for ever: a job is also due once it has waited, without a break, for twice
+the patience times the number of clusters that all jobs together would fill; turns of one patience each would
+come in half of that. While at most half as many jobs again want devices as there are, a job that has run is
+due much sooner, unless restarts take long: a pause costs its job more than the restarts cost the others.
 
 Due jobs are served before jobs that are restarting or began lately: first the ones that have waited too long,
 then the others in order of submission. So the oldest waiting job runs at once if it does not fit beside
@@ -74,7 +73,7 @@ def due(problem: ShapeProblem, guaranteed: float, patience_s: float) -> DueJobs:
     for i in np.flatnonzero(behind).tolist():
         left_s = _left_s(problem, i, float(fewest[i]))
         # Its age at its end, with that share all the time.
-        behind[i] = age_s[i] + left_s >= (ran_s[i] + left_s) / (guaranteed * part[i])
+        behind[i] = age_s[i] + left_s >= (ran_s[i] + left_s) / (share[i] * part[i])
     clusters = max(float(fewest[can].sum()) / max(num_devices, 1), 1.0)
     waited_s = np.where(can, problem.waited_s(), 0.0)
     most = np.full(len(waited_s), TOO_LONG * clusters)

@@ -21,7 +21,7 @@ from jaxgoodput.cluster.scheduler.shapes import (
 )
 from jaxgoodput.cluster.service.decisions.request import DecisionRequest, RequestedJob
 from jaxgoodput.cluster.service.planning.decide import rigid_spec
-from jaxgoodput.cluster.service.planning.tables import GoodputTable, table_of
+from jaxgoodput.cluster.service.planning.tables import GoodputTable, table_of, work_left
 from jaxgoodput.cluster.service.record.state import JobEntry
 from jaxgoodput.cluster.service.wire import HeldDevices, Submission
 from jaxgoodput.specs import Allocation, JobSpec, Shape
@@ -182,7 +182,7 @@ def _view(
 ) -> JobView:
     remaining = job.remaining
     if remaining is None and job.hints is not None and not job.goodput:
-        remaining = job.hints.remaining
+        remaining = work_left(job.hints, table)
     return JobView(
         spec=spec,
         allocation=Allocation(devices=job.allocation),

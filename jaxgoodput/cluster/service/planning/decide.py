@@ -25,7 +25,7 @@ from jaxgoodput.cluster.scheduler.shapes import (
     size_limits,
 )
 from jaxgoodput.cluster.scheduler.work_left import EndedJob, Experience
-from jaxgoodput.cluster.service.planning.tables import GoodputTable, table_of
+from jaxgoodput.cluster.service.planning.tables import GoodputTable, table_of, work_left
 from jaxgoodput.cluster.service.record import faults
 from jaxgoodput.cluster.service.record.commands import CommandRefused
 from jaxgoodput.cluster.service.record.events import PlanMade, ReasonsGiven
@@ -85,7 +85,8 @@ def views_of(
             own[limits] = own_shapes(cluster, spec)
         table = _table(entry, sorted(offered | own[limits]), now_s, tables)
         view = _view(counted_until(now_s, entry, kind_of), table, now_s, rules, used)
-        view = dataclasses.replace(view, work_guess=experience.guess(*_known_by(entry)))
+        guess = experience.guess(*_known_by(state.jobs[spec.id]))
+        view = dataclasses.replace(view, work_guess=guess)
         if reported:
             avoids = _with_others(avoided_by(reported, spec.id, now_s), cluster)
             view = dataclasses.replace(view, avoids=avoids)
@@ -108,15 +109,18 @@ def _known_by(entry: JobEntry) -> tuple[str, str, int]:
 
 
 def script_of(command: Sequence[str]) -> str:
-    """Return which program a command runs: its first Python file or module, or else its first word.
+    """Return which program a command runs: its first Python file or module; empty if that is not to be seen.
 
     >>> script_of(["env", "X=1", "python", "train.py", "--lr=1"]), script_of(["python", "-m", "a.train"])
     ('train.py', 'a.train')
+    >>> script_of(["numactl", "-m", "0", "python", "train.py"]), script_of(["bash", "run.sh"])
+    ('train.py', '')
     """
-    for before, word in zip(("", *command), command, strict=False):
-        if before == "-m" or word.endswith(".py"):
+    for i, word in enumerate(command):
+        is_module = i > 1 and command[i - 1] == "-m" and "python" in command[i - 2]
+        if is_module or word.endswith(".py"):
             return word
-    return command[0]
+    return ""
 
 
 def _with_others(avoids: Mapping[str, AvoidedNode], cluster: ClusterSpec) -> dict[str, AvoidedNode]:
@@ -209,7 +213,7 @@ def _view(
         received_s=entry.received_s,
         fraction_received_s=entry.ran_s,
         largest_profiled=table.largest,
-        remaining=None if hints is None else hints.remaining,
+        remaining=None if hints is None else work_left(hints, table),
         rigid_shape_hint=spec.num_devices or spec.min_devices,
         tenant_received_s=used,
     )
@@ -299,8 +303,8 @@ def what_if(state: State, submission: Submission, now_s: float, rules: PlanRules
     views = views_of(state, now_s, rules)
     before = reconcile(views, cluster, rules.named.policy, now_s) if views else None
     entry = JobEntry(submission=submission, secret="", submitted_s=now_s, settled_s=now_s)
-    alone = dataclasses.replace(state, jobs={submission.spec.id: entry})
-    (view,) = views_of(alone, now_s, rules)
+    with_it = dataclasses.replace(state, jobs={**state.jobs, submission.spec.id: entry})
+    (view,) = (v for v in views_of(with_it, now_s, rules) if v.spec.id == submission.spec.id)
     then = with_job(view, views, cluster, rules.named.policy, now_s)
     moved = changes(views, cluster, before, then) if before is not None else ()
     return WhatIf(

@@ -37,6 +37,8 @@ class GoodputTable:
     goodput: Mapping[Shape, float]
     largest: int
     """The largest number of devices that the job has run on; 0 if it has not run."""
+    in_samples: bool = False
+    """Whether goodput is in useful samples per second; otherwise only its ratios mean something."""
     error: Mapping[Shape, float] = field(default_factory=dict)
     """RMS log error, for shapes whose goodput follows from measurements on their kind of device."""
 
@@ -87,6 +89,17 @@ def _unmeasured(entry: JobEntry, shapes: Sequence[Shape], largest: int) -> Goodp
     is_compiling = reports and (hints is None or hints.progress == 0)
     widest = max(largest if is_compiling else GROWTH * largest, smallest)
     return _linear([shape for shape in shapes if shape.num_devices <= widest], largest)
+
+
+def work_left(hints: Hints, table: GoodputTable) -> float | None:
+    """Return the work left in the unit of the table times seconds; None if it is not known in that unit."""
+    if hints.remaining is None or table.in_samples:
+        return hints.remaining
+    # The table is in units of its own: what was measured on the present devices converts them.
+    samples_per_s = hints.goodput or hints.throughput
+    present = (hints.kind, hints.num_devices)
+    known = [rate for s, rate in table.goodput.items() if (s.kind, s.num_devices) == present]
+    return hints.remaining / samples_per_s * max(known) if samples_per_s and known else None
 
 
 def _allowed(entry: JobEntry, offered: Sequence[Shape]) -> list[Shape]:
@@ -155,7 +168,8 @@ def _measured(hints: Hints, shapes: Sequence[Shape], largest: int) -> GoodputTab
             if np.isfinite(value) and value > best.get(shape, (0.0, 0.0))[0]:
                 best[shape] = float(value), layout.error
     error = {s: e for s, (_, e) in best.items() if s.kind == hints.kind and e > 0}
-    return GoodputTable(goodput={s: g for s, (g, _) in best.items()}, error=error, largest=largest)
+    goodput = {s: g for s, (g, _) in best.items()}
+    return GoodputTable(goodput=goodput, in_samples=True, error=error, largest=largest)
 
 
 def _model(hints: Hints, layout: LayoutHints) -> tuple[GoodputModel, BatchLimits]:
