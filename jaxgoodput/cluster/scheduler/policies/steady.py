@@ -63,7 +63,10 @@ def standing(problem: ShapeProblem, settle_s: float) -> Standing:
 
 
 def as_of(problem: ShapeProblem, at_s: float) -> ShapeProblem:
-    """Return the problem with time, service and declared work as they were, if jobs kept their devices."""
+    """Return the problem with time, service and declared work as they were, if jobs kept their devices.
+
+    What ended jobs say of others stays as it is now: it changes with an end, which is news.
+    """
     if problem.now_s <= at_s:
         return problem
     jobs = tuple(
