@@ -149,10 +149,10 @@ _H100 = {
 
 # By `Device.device_kind`.
 CHIPS: Mapping[str, Chip] = {
-    "TPU v4": _tpu("v4", 275e12, 32, 1228e9, 300e9, "v4"),
-    "TPU v5 lite": _tpu("v5e", 197e12, 16, 819e9, 200e9, "v5e"),
-    "TPU v5": _tpu("v5p", 459e12, 95, 2765e9, 600e9, "v5p"),
-    "TPU v6 lite": _tpu("v6e", 918e12, 32, 1640e9, 448e9, "v6e"),
+    "TPU v4": _tpu("v4", 275e12, 32.0, 1228e9, 300e9, "v4"),
+    "TPU v5 lite": _tpu("v5e", 197e12, 16.0, 819e9, 200e9, "v5e"),
+    "TPU v5": _tpu("v5p", 459e12, 95.0, 2765e9, 600e9, "v5p"),
+    "TPU v6 lite": _tpu("v6e", 918e12, 32.0, 1640e9, 448e9, "v6e"),
     "NVIDIA A100-SXM4-40GB": Chip(
         name="a100-40", memory_bytes=40 * GIB, memory_bandwidth=1555 * GB, **_A100
     ),

@@ -145,7 +145,8 @@ def outlooks(
 ) -> Iterator[Outlook | LeftOut]:
     """Yield the prediction of each strategy as soon as it is compiled; `devices` may come from a topology.
 
-    If `micro_batch_size` is None, the share of the base batch is used, or the largest size that fits.
+    If `micro_batch_size` is None, the share of the base batch is used, or the largest size that fits. A
+    strategy that cannot be compiled, or whose program sends an unknown amount, is `LeftOut`.
     """
     engines = Engines(
         problem_of(task, config),
@@ -157,10 +158,10 @@ def outlooks(
     for strategy in strategies:
         try:
             engine = engines.on(strategy.on(devices))
+            found = _outlook(engine, strategy, config.batch.base, micro_batch_size, budget, chip)
         except ValueError as error:
-            yield LeftOut(strategy, str(error))
-            continue
-        yield _outlook(engine, strategy, config.batch.base, micro_batch_size, budget, chip)
+            found = LeftOut(strategy, str(error))
+        yield found
 
 
 def _outlook(
