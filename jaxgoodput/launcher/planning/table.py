@@ -120,7 +120,7 @@ def explained(one: Any, count: int = 5) -> list[str]:
     lines = [f"{one.strategy.name}: the largest of what a device holds at the peak"]
     for buffer in facts.peak.buffers[:count]:
         lines.append(
-            f"  {_mib(buffer.size_bytes):>10} MiB  {buffer.kind:<12} {buffer.shape:<24} {buffer.name}"
+            f"  {_mib(float(buffer.size_bytes)):>10} MiB  {buffer.kind:<12} {buffer.shape:<24} {buffer.name}"
         )
     if math.isnan(facts.peak.activations):
         lines.append("  (this compiler does not tell what is alive besides the arguments)")
