@@ -67,8 +67,25 @@ def test_a_step_counts_all_micro_batches_and_what_crosses_between_nodes():
     assert (row["inside MiB"], row["between MiB"]) == ("24.0", "2.0")
     assert (row["kernels"], row["GFLOP"], row["exposed"]) == ("100", "4", "1 of 2")
     # 0.2 s of arithmetic and 0.25 s of waiting, twice.
-    assert (row["step ms"], row["bound by"]) == ("900.0", "network")
+    assert (row["step ms"], row["bound by"]) == ("900.0", "collectives")
     assert "tokens/s" not in row and "per 1e9 tokens" not in row
+
+
+@pytest.mark.parametrize(
+    ("rooflines", "exposed_s", "expected"),
+    [
+        ({}, 0.25, "collectives"),  # 0.2 + 0.25, although the network takes 0.3
+        ({}, 0.15, "arithmetic"),
+        ({"memory": 0.25}, 0.15, "memory"),
+        ({}, 0.05, "network"),
+        ({"network": 0.0, "links": 0.5}, 0.1, "links"),
+        ({"network": 0.0, "links": 0.0}, 0.0, "arithmetic"),
+    ],
+)
+def test_a_step_is_bound_by_its_largest_part(rooflines, exposed_s, expected):
+    one = outlook(rooflines={**ROOFLINES, **rooflines}, exposed_s=exposed_s)
+    assert one.bound_by == expected
+    assert table.step_row(one, 4, table.Rates())["bound by"] == expected
 
 
 def test_without_a_known_chip_no_time_is_shown():

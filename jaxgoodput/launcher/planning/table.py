@@ -51,7 +51,7 @@ def step_row(one: Any, num_devices: int, rates: Rates) -> dict[str, str]:
     if one.rooflines_s:
         step_ms = one.step_s * 1e3
         row["step ms"] = f"{step_ms:,.1f}" if step_ms >= 1 else f"{step_ms:.2g}"
-        row["bound by"] = max(one.rooflines_s, key=one.rooflines_s.__getitem__)
+        row["bound by"] = one.bound_by
         row["samples/s"] = compact(one.samples_per_s)
         row |= _priced(one.samples_per_s, num_devices, rates)
     return {**row, "compiled in s": f"{one.compile_s:.1f}"}
@@ -80,6 +80,9 @@ def legend(rows: Sequence[Mapping[str, str]], chip: Any) -> list[str]:
         "collectives during which nothing is computed."
     ]
     if chip is not None and "step ms" in rows[0]:
+        lines.append(
+            "bound by: the largest part of the step; collectives: those during which nothing is computed."
+        )
         lines.append(
             f"step: what the chip's peak rates allow ({chip.source}). Real steps take longer: compare "
             "strategies, not seconds."
