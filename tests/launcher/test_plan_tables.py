@@ -15,7 +15,7 @@ from jaxgoodput.goodput.memory import StepBytes
 from jaxgoodput.launcher.planning import table
 from jaxgoodput.parallel.collectives import Received
 from jaxgoodput.parallel.strategy import Strategy
-from jaxgoodput.train.ask.outlook import LeftOut, Outlook
+from jaxgoodput.train.ask.outlook import LeftOut, Outlook, by_throughput
 
 MIB = 2**20
 ROOFLINES = {"arithmetic": 0.2, "memory": 0.1, "links": 0.05, "network": 0.3}
@@ -119,6 +119,16 @@ def test_the_legend_names_the_source_of_the_rates():
     lines = table.legend([table.step_row(outlook(), 4, table.Rates())], chip)
     assert "NVIDIA H100 data sheet" in " ".join(lines)
     assert table.legend([], chip) == []
+
+
+def test_a_type_without_a_rate_is_named_and_no_time_is_shown():
+    one = outlook(rooflines={**ROOFLINES, "arithmetic": math.nan})
+    row = table.step_row(one, 4, table.Rates(7, 1.0))
+    times = ("step ms", "bound by", "samples/s", "tokens/s", "per 1e9 tokens")
+    assert [row[name] for name in times] == ["-"] * 5
+    lines = table.legend([row], CHIPS["NVIDIA L4"], ["bfloat16", "float64"])
+    assert "multiplies float64, and NVIDIA L4 data sheet" in lines[-1]
+    assert by_throughput([one, outlook()])[-1] is one
 
 
 def test_the_five_largest_buffers_and_collectives_are_named():
