@@ -102,8 +102,8 @@ def legend(rows: Sequence[Mapping[str, str]], chip: Any, types: Iterable[str] = 
         )
         if unknown := chip.unlisted(types):
             lines.append(
-                f"no step times: the step multiplies {' and '.join(unknown)}, and {chip.source} states no rate "
-                f"for that. Known: {', '.join(chip.flops_by_type)}."
+                f"no step times: the step multiplies {' and '.join(unknown)}, and {chip.source} states no "
+                f"rate for that. Known: {', '.join(chip.flops_by_type)}."
             )
     return lines
 
