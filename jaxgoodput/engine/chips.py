@@ -4,7 +4,8 @@ A chip is one row of `CHIPS`. `jaxgoodput plan` reads all it knows of a chip fro
 another row.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,7 @@ class Chip:
     """Name in `jaxgoodput plan --topology NAME:SHAPE`."""
     flops_by_type: Mapping[str, float]
     """Matrix-product operations per second by type of the factors, without sparsity; `float32` is the fastest
-    that the hardware offers for it, such as TF32."""
+    that the hardware offers for it, such as TF32. A type that is missing has no known rate."""
     memory_bytes: float
     memory_bandwidth: float
     """Bytes per second."""
@@ -60,20 +61,25 @@ class Chip:
     def seconds_of(self, flops_by_type: Mapping[str, float]) -> float:
         """Return the seconds that matrix products of given types take at the peak rate.
 
-        A type that the data sheet does not name, such as float32 on a TPU, is taken to run as bfloat16, which
-        is what JAX makes of it there.
+        NaN if the rate of any of them is not listed; see `unlisted`.
         """
-        total = 0.0
-        for name, flops in flops_by_type.items():
-            rates = [rate for kind, rate in self.flops_by_type.items() if name.startswith(kind)]
-            total += flops / (rates[0] if rates else self.flops)
-        return total
+        return sum((flops / self._rate(name) for name, flops in flops_by_type.items()), 0.0)
+
+    def unlisted(self, types: Iterable[str]) -> tuple[str, ...]:
+        """Return those types of factors for which no rate is listed, such as float64 on an L4."""
+        return tuple(name for name in types if math.isnan(self._rate(name)))
+
+    def _rate(self, name: str) -> float:
+        """Return the operations per second of a type; NaN if it is not listed. "float8" has all its forms."""
+        rates = (rate for kind, rate in self.flops_by_type.items() if name.startswith(kind))
+        return next(rates, math.nan)
 
 
 def _tpu(name: str, bfloat16: float, gib: float, memory: float, links: float, page: str) -> Chip:
     return Chip(
         name=name,
-        flops_by_type={"bfloat16": bfloat16},
+        # JAX rounds float32 factors to bfloat16 there, unless it is asked for more precision.
+        flops_by_type={"bfloat16": bfloat16, "float32": bfloat16},
         memory_bytes=gib * GIB,
         memory_bandwidth=memory,
         network_bandwidth=links,
@@ -128,7 +134,13 @@ def _hopper_or_later(
 
 MIB = 2**20
 _A100 = {
-    "flops_by_type": {"bfloat16": 312e12, "float16": 312e12, "float32": 156e12, "float64": 19.5e12},
+    "flops_by_type": {
+        "bfloat16": 312e12,
+        "float16": 312e12,
+        "int8": 624e12,
+        "float32": 156e12,
+        "float64": 19.5e12,
+    },
     "network_bandwidth": 300 * GB,  # NVLink 3: 600 GB/s, both directions together
     "node_bandwidth": 25 * GB,  # DGX A100: one port of 200 Gbit/s for each GPU
     "source": "NVIDIA A100 data sheet (2021), DGX A100 data sheet",
@@ -139,6 +151,7 @@ _H100 = {
         "bfloat16": 989.4e12,
         "float16": 989.4e12,
         "float8": 1978.9e12,
+        "int8": 1978.9e12,
         "float32": 494.7e12,
         "float64": 66.9e12,
     },
@@ -149,10 +162,10 @@ _H100 = {
 
 # By `Device.device_kind`.
 CHIPS: Mapping[str, Chip] = {
-    "TPU v4": _tpu("v4", 275e12, 32, 1228e9, 300e9, "v4"),
-    "TPU v5 lite": _tpu("v5e", 197e12, 16, 819e9, 200e9, "v5e"),
-    "TPU v5": _tpu("v5p", 459e12, 95, 2765e9, 600e9, "v5p"),
-    "TPU v6 lite": _tpu("v6e", 918e12, 32, 1640e9, 448e9, "v6e"),
+    "TPU v4": _tpu("v4", 275e12, 32.0, 1228e9, 300e9, "v4"),
+    "TPU v5 lite": _tpu("v5e", 197e12, 16.0, 819e9, 200e9, "v5e"),
+    "TPU v5": _tpu("v5p", 459e12, 95.0, 2765e9, 600e9, "v5p"),
+    "TPU v6 lite": _tpu("v6e", 918e12, 32.0, 1640e9, 448e9, "v6e"),
     "NVIDIA A100-SXM4-40GB": Chip(
         name="a100-40", memory_bytes=40 * GIB, memory_bandwidth=1555 * GB, **_A100
     ),
@@ -166,6 +179,7 @@ CHIPS: Mapping[str, Chip] = {
             "bfloat16": 121e12,
             "float16": 121e12,
             "float8": 242.5e12,
+            "int8": 242.5e12,
             "float32": 60e12,
         },
         memory_bytes=24 * GB,
@@ -181,6 +195,7 @@ CHIPS: Mapping[str, Chip] = {
             "bfloat16": 362e12,
             "float16": 362e12,
             "float8": 733e12,
+            "int8": 733e12,
             "float32": 183e12,
         },
         memory_bytes=48 * GB,
@@ -210,6 +225,7 @@ CHIPS: Mapping[str, Chip] = {
             "bfloat16": 2250e12,
             "float16": 2250e12,
             "float8": 4500e12,
+            "int8": 4500e12,
             "float32": 1125e12,
             "float64": 37e12,
         },

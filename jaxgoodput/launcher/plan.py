@@ -193,7 +193,8 @@ def _print(trainer: Any, devices: Sequence[Any], options: argparse.Namespace) ->
     steps = [tables.step_row(one, len(devices), rates) for one in best]
     console.print(tables.tabled(title, [tables.memory_row(one) for one in best]))
     console.print(tables.tabled("a step, best first", steps))
-    lines = tables.legend(steps, chip_of(devices[0]))
+    types = sorted({name for one in best for name in one.analysis.flops_by_type})
+    lines = tables.legend(steps, chip_of(devices[0]), types)
     if options.explain is not None and best:
         lines += tables.explained(best[0])
     for line in [*lines, *tables.left_out(others)]:

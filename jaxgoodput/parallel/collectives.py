@@ -52,8 +52,8 @@ _OPERATION = re.compile(
     re.MULTILINE,
 )
 _NAMED = re.compile(
-    r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast)"
-    r"(-start)?\("
+    r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all"
+    r"|collective-broadcast)(-start)?\("
 )
 _SHAPE = re.compile(r"(?P<dtype>[a-z]+\d*[a-z0-9]*)\[(?P<dims>[\d,]*)\]")
 _LISTED = re.compile(r"replica_groups=\{(?P<groups>(\{[\d,]*\},?)*)\}")
@@ -93,9 +93,11 @@ def received(hlo_text: str, nodes: Sequence[int]) -> Received:
     Received(inside=64.0, between=32.0)
     """
     operations = list(_OPERATION.finditer(hlo_text))
-    if len(operations) != len(_NAMED.findall(hlo_text)):
+    read = {found.start("kind") for found in operations}
+    unread = [found[1] for found in _NAMED.finditer(hlo_text) if found.start(1) not in read]
+    if unread:
         raise ValueError(
-            "this program holds collectives in a form that is not known, so the bytes that they send "
+            f"this program holds a {unread[0]} in a form that is not known, so the bytes that it sends "
             "cannot be counted. Use a version of jax that this package supports."
         )
     total = Received()
@@ -106,7 +108,7 @@ def received(hlo_text: str, nodes: Sequence[int]) -> Received:
 
 def _received_by(found: re.Match[str], nodes: Sequence[int]) -> Received:
     """Return the bytes that one collective brings to all devices."""
-    kind, rest, result = found["kind"], found["rest"], result_bytes(found)
+    kind, rest, result = found["kind"], found["rest"], float(result_bytes(found))
     if kind == "collective-permute":
         return _permuted(found, result, nodes)
     groups = _groups(rest, len(nodes))
@@ -119,13 +121,13 @@ def _received_by(found: re.Match[str], nodes: Sequence[int]) -> Received:
         if kind in ("all-gather", "reduce-scatter"):
             total = total.plus(_shared(part, size, members))
         elif kind == "all-reduce":
-            total = total.plus(_shared(part, size, members).times(2))
+            total = total.plus(_shared(part, size, members).times(2.0))
         elif kind == "all-to-all":
             total = total.plus(_exchanged(part, size, members))
         else:
             raise ValueError(
-                f"{kind} is a collective that may send any amount, so the traffic of {found[0]!r} is "
-                'unknown. Use Move.compile(..., routes=("alias", "pieces")).'
+                f"how much a {kind} sends is decided while the program runs, so the bytes that it sends "
+                "cannot be counted beforehand. jax.lax.all_to_all sends blocks of one size, which can."
             )
     return total
 
@@ -140,7 +142,7 @@ def _permuted(found: re.Match[str], result: float, nodes: Sequence[int]) -> Rece
     numbers = [int(n) for n in re.findall(r"\d+", pairs["pairs"])]
     moved = [(a, b) for a, b in zip(numbers[::2], numbers[1::2], strict=True) if a != b]
     between = sum(nodes[a] != nodes[b] for a, b in moved)
-    return Received(float(result * (len(moved) - between)), float(result * between))
+    return Received(result * (len(moved) - between), result * between)
 
 
 def _shared(part: float, size: int, members: np.ndarray) -> Received:

@@ -15,7 +15,7 @@ from jaxgoodput.goodput.memory import StepBytes
 from jaxgoodput.launcher.planning import table
 from jaxgoodput.parallel.collectives import Received
 from jaxgoodput.parallel.strategy import Strategy
-from jaxgoodput.train.ask.outlook import LeftOut, Outlook
+from jaxgoodput.train.ask.outlook import LeftOut, Outlook, by_throughput
 
 MIB = 2**20
 ROOFLINES = {"arithmetic": 0.2, "memory": 0.1, "links": 0.05, "network": 0.3}
@@ -67,8 +67,25 @@ def test_a_step_counts_all_micro_batches_and_what_crosses_between_nodes():
     assert (row["inside MiB"], row["between MiB"]) == ("24.0", "2.0")
     assert (row["kernels"], row["GFLOP"], row["exposed"]) == ("100", "4", "1 of 2")
     # 0.2 s of arithmetic and 0.25 s of waiting, twice.
-    assert (row["step ms"], row["bound by"]) == ("900.0", "network")
+    assert (row["step ms"], row["bound by"]) == ("900.0", "collectives")
     assert "tokens/s" not in row and "per 1e9 tokens" not in row
+
+
+@pytest.mark.parametrize(
+    ("rooflines", "exposed_s", "expected"),
+    [
+        ({}, 0.25, "collectives"),  # 0.2 + 0.25, although the network takes 0.3
+        ({}, 0.15, "arithmetic"),
+        ({"memory": 0.25}, 0.15, "memory"),
+        ({}, 0.05, "network"),
+        ({"network": 0.0, "links": 0.5}, 0.1, "links"),
+        ({"network": 0.0, "links": 0.0}, 0.0, "arithmetic"),
+    ],
+)
+def test_a_step_is_bound_by_its_largest_part(rooflines, exposed_s, expected):
+    one = outlook(rooflines={**ROOFLINES, **rooflines}, exposed_s=exposed_s)
+    assert one.bound_by == expected
+    assert table.step_row(one, 4, table.Rates())["bound by"] == expected
 
 
 def test_without_a_known_chip_no_time_is_shown():
@@ -102,6 +119,16 @@ def test_the_legend_names_the_source_of_the_rates():
     lines = table.legend([table.step_row(outlook(), 4, table.Rates())], chip)
     assert "NVIDIA H100 data sheet" in " ".join(lines)
     assert table.legend([], chip) == []
+
+
+def test_a_type_without_a_rate_is_named_and_no_time_is_shown():
+    one = outlook(rooflines={**ROOFLINES, "arithmetic": math.nan})
+    row = table.step_row(one, 4, table.Rates(7, 1.0))
+    times = ("step ms", "bound by", "samples/s", "tokens/s", "per 1e9 tokens")
+    assert [row[name] for name in times] == ["-"] * 5
+    lines = table.legend([row], CHIPS["NVIDIA L4"], ["bfloat16", "float64"])
+    assert "multiplies float64, and NVIDIA L4 data sheet" in lines[-1]
+    assert by_throughput([one, outlook()])[-1] is one
 
 
 def test_the_five_largest_buffers_and_collectives_are_named():

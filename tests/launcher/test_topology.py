@@ -1,5 +1,6 @@
 """Names of devices that are not there: what they stand for, what a compiler is told, and what is missing."""
 
+import math
 import os
 import re
 import sys
@@ -50,9 +51,17 @@ def test_a_chip_is_consistent(chip):
 )
 def test_products_of_several_types_take_the_sum_of_their_times(flops):
     chip = CHIPS["NVIDIA H100 80GB HBM3"]
-    rates = {"bfloat16": 989.4e12, "float32": 494.7e12, "float8_e4m3fn": 1978.9e12}
-    expected = sum(count / rates.get(name, 989.4e12) for name, count in flops.items())
+    fast = {"float8_e4m3fn": 1978.9e12, "int8": 1978.9e12}
+    rates = {"bfloat16": 989.4e12, "float32": 494.7e12, **fast}
+    expected = sum(count / rates[name] for name, count in flops.items())
     assert chip.seconds_of(flops) == pytest.approx(expected)
+
+
+def test_the_time_of_a_type_without_a_rate_is_unknown():
+    chip = CHIPS["NVIDIA L4"]
+    assert math.isnan(chip.seconds_of({"bfloat16": 1e12, "float64": 121e12}))
+    assert chip.unlisted(["bfloat16", "float64", "float8_e5m2", "int32"]) == ("float64", "int32")
+    assert CHIPS["TPU v4"].seconds_of({"float32": 275e12}) == 1.0
 
 
 @given(name=st.sampled_from(sorted(GPUS)), nodes=st.integers(1, 99), gpus=st.integers(1, 99))

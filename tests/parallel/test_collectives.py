@@ -36,8 +36,16 @@ def test_traffic_is_read_from_the_program(line, expected):
 
 
 def test_a_collective_in_an_unknown_form_is_not_taken_for_silence():
-    with pytest.raises(ValueError, match="form that is not known"):
+    with pytest.raises(ValueError, match="a collective-broadcast in a form that is not known"):
         received_bytes("%p = f32[4] collective-broadcast(f32[4] %x), replica_groups={{0,1}}", 8)
+
+
+@pytest.mark.parametrize("form", ["ragged-all-to-all", "ragged-all-to-all-start"])
+def test_a_collective_of_any_amount_is_refused_with_another_that_can_be_counted(form):
+    result = "(f32[8]{0}, f32[8]{0})" if form.endswith("start") else "f32[8]{0}"
+    line = f"%r = {result} {form}(f32[8]{{0}} %x), replica_groups={{{{0,1}}}}"
+    with pytest.raises(ValueError, match="decided while the program runs.*jax.lax.all_to_all"):
+        received(line, [0, 0])
 
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")

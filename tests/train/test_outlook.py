@@ -8,7 +8,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxgoodput as jg
-from jaxgoodput.train.ask.outlook import candidates_for
+from jaxgoodput.parallel.collectives import received
+from jaxgoodput.train.ask import outlook
+from jaxgoodput.train.ask.outlook import LeftOut, Outlook, candidates_for, outlooks
 
 
 class Plain(jg.Trainer):
@@ -67,3 +69,24 @@ def test_strategies_of_the_configuration_are_taken_as_they_are(tmp_path):
     asked = (jg.Strategy(context=-1), jg.Strategy(data=-1))
     kept, left_out = compared(Plain, tmp_path, strategies=asked)
     assert (kept, left_out) == ({"context8", "data8"}, {})
+
+
+def test_a_strategy_that_sends_an_unknown_amount_leaves_the_others_their_rows(
+    tmp_path, monkeypatch
+):
+    read, calls = outlook.compiled_analysis, []
+
+    def analysis(program, nodes):
+        calls.append(program)
+        if len(calls) == 2:
+            received("%r = f32[8]{0} ragged-all-to-all(f32[8]{0} %x)", nodes)
+        return read(program, nodes)
+
+    monkeypatch.setattr(outlook, "compiled_analysis", analysis)
+    limits = jg.BatchLimits(base=8, max=8)
+    task = Plain(jg.Config(workdir=str(tmp_path), batch=limits, base_steps=1.0))
+    strategies = (jg.Strategy(data=2), jg.Strategy(fsdp=2), jg.Strategy(tensor=2))
+    found = list(outlooks(task, task.config, jax.devices()[:2], strategies, budget=1e9))
+    assert [type(one) for one in found] == [Outlook, LeftOut, Outlook]
+    assert isinstance(found[1], LeftOut) and "ragged-all-to-all" in found[1].reason
+    assert [one.strategy for one in found] == list(strategies)

@@ -52,11 +52,11 @@ def peak_memory(program: ProgramText, need: StepBytes, live_ranges: str) -> Peak
     ]
     others = _others_alive(names, live_ranges)
     size = {
-        kind: sum(one.size_bytes for one in (*arguments, *others) if one.kind == kind)
+        kind: float(sum(one.size_bytes for one in (*arguments, *others) if one.kind == kind))
         for kind in ("parameters", "optimizer", "activations")
     }
     # XLA rounds sizes up, and drops arguments that are not used.
-    left = max(need.peak - size["parameters"] - size["optimizer"], 0)
+    left = max(need.peak - size["parameters"] - size["optimizer"], 0.0)
     activations = min(size["activations"], left) if live_ranges else math.nan
     return PeakMemory(
         parameters=size["parameters"],

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +50,17 @@ def step_row(one: Any, num_devices: int, rates: Rates) -> dict[str, str]:
     }
     if one.rooflines_s:
         step_ms = one.step_s * 1e3
-        row["step ms"] = f"{step_ms:,.1f}" if step_ms >= 1 else f"{step_ms:.2g}"
-        row["bound by"] = max(one.rooflines_s, key=one.rooflines_s.__getitem__)
+        row["step ms"] = _step(step_ms)
+        row["bound by"] = one.bound_by or "-"
         row["samples/s"] = compact(one.samples_per_s)
         row |= _priced(one.samples_per_s, num_devices, rates)
     return {**row, "compiled in s": f"{one.compile_s:.1f}"}
+
+
+def _step(step_ms: float) -> str:
+    if math.isnan(step_ms):
+        return "-"
+    return f"{step_ms:,.1f}" if step_ms >= 1 else f"{step_ms:.2g}"
 
 
 def _priced(samples_per_s: float, num_devices: int, rates: Rates) -> dict[str, str]:
@@ -65,14 +71,21 @@ def _priced(samples_per_s: float, num_devices: int, rates: Rates) -> dict[str, s
     if rates.price_per_hour is not None:
         per_s = rates.price_per_hour * num_devices / 3600
         if rates.tokens_per_sample is not None:
-            found["per 1e9 tokens"] = f"{per_s / tokens_per_s * 1e9:,.2f}"
+            found["per 1e9 tokens"] = _price(per_s / tokens_per_s * 1e9)
         else:
-            found["per 1e6 samples"] = f"{per_s / samples_per_s * 1e6:,.2f}"
+            found["per 1e6 samples"] = _price(per_s / samples_per_s * 1e6)
     return found
 
 
-def legend(rows: Sequence[Mapping[str, str]], chip: Any) -> list[str]:
-    """Return what the columns of the second table mean, if there is any row; `chip` may be None."""
+def _price(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:,.2f}"
+
+
+def legend(rows: Sequence[Mapping[str, str]], chip: Any, types: Iterable[str] = ()) -> list[str]:
+    """Return what the columns of the second table mean, if there is any row; `chip` may be None.
+
+    `types` are those of the factors of the steps' matrix products: the ones without a known rate are named.
+    """
     if not rows:
         return []
     lines = [
@@ -81,9 +94,17 @@ def legend(rows: Sequence[Mapping[str, str]], chip: Any) -> list[str]:
     ]
     if chip is not None and "step ms" in rows[0]:
         lines.append(
+            "bound by: the largest part of the step; collectives: those during which nothing is computed."
+        )
+        lines.append(
             f"step: what the chip's peak rates allow ({chip.source}). Real steps take longer: compare "
             "strategies, not seconds."
         )
+        if unknown := chip.unlisted(types):
+            lines.append(
+                f"no step times: the step multiplies {' and '.join(unknown)}, and {chip.source} states no "
+                f"rate for that. Known: {', '.join(chip.flops_by_type)}."
+            )
     return lines
 
 
@@ -120,7 +141,7 @@ def explained(one: Any, count: int = 5) -> list[str]:
     lines = [f"{one.strategy.name}: the largest of what a device holds at the peak"]
     for buffer in facts.peak.buffers[:count]:
         lines.append(
-            f"  {_mib(buffer.size_bytes):>10} MiB  {buffer.kind:<12} {buffer.shape:<24} {buffer.name}"
+            f"  {_mib(float(buffer.size_bytes)):>10} MiB  {buffer.kind:<12} {buffer.shape:<24} {buffer.name}"
         )
     if math.isnan(facts.peak.activations):
         lines.append("  (this compiler does not tell what is alive besides the arguments)")

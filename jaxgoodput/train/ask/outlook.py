@@ -7,6 +7,7 @@ computed, and at least what the links take, each at the chip's peak rate. No pro
 only the order of the strategies is meaningful.
 """
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -72,20 +73,36 @@ class Outlook:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step of all micro-batches, by the roofline; NaN for an unknown chip."""
+        """Seconds of a step of all micro-batches, by the roofline; NaN as for `micro_batch_s`."""
         return self.micro_batch_s * self.num_micro_batches
 
     @property
     def micro_batch_s(self) -> float:
-        """Seconds of a micro-batch, by the roofline; NaN for an unknown chip."""
-        if not self.rooflines_s:
-            return float("nan")
-        busy_s = max(self.rooflines_s["arithmetic"], self.rooflines_s["memory"])
-        return max(busy_s + self.exposed_s, *self.rooflines_s.values())
+        """Seconds of a micro-batch, by the roofline; NaN if the chip, or its rate for a type, is unknown."""
+        times = self.rooflines_s
+        if not times or math.isnan(times["arithmetic"]):
+            return math.nan
+        busy_s = max(times["arithmetic"], times["memory"])
+        return max(busy_s + self.exposed_s, times["links"], times["network"])
+
+    @property
+    def bound_by(self) -> str:
+        """The largest part of `micro_batch_s`; "" if that is NaN.
+
+        A roofline, or "collectives" if the device waits for them longer than it computes.
+        """
+        times, total_s = self.rooflines_s, self.micro_batch_s
+        if math.isnan(total_s):
+            return ""
+        sending = max(("links", "network"), key=times.__getitem__)
+        if times[sending] >= total_s:
+            return sending
+        busy = max(("arithmetic", "memory"), key=times.__getitem__)
+        return "collectives" if self.exposed_s > times[busy] else busy
 
     @property
     def samples_per_s(self) -> float:
-        """Samples per second, by the roofline; NaN for an unknown chip."""
+        """Samples per second, by the roofline; NaN as for `micro_batch_s`."""
         return self.global_batch_size / self.step_s
 
 
@@ -145,7 +162,8 @@ def outlooks(
 ) -> Iterator[Outlook | LeftOut]:
     """Yield the prediction of each strategy as soon as it is compiled; `devices` may come from a topology.
 
-    If `micro_batch_size` is None, the share of the base batch is used, or the largest size that fits.
+    If `micro_batch_size` is None, the share of the base batch is used, or the largest size that fits. A
+    strategy that cannot be compiled, or whose program sends an unknown amount, is `LeftOut`.
     """
     engines = Engines(
         problem_of(task, config),
@@ -157,10 +175,10 @@ def outlooks(
     for strategy in strategies:
         try:
             engine = engines.on(strategy.on(devices))
+            found = _outlook(engine, strategy, config.batch.base, micro_batch_size, budget, chip)
         except ValueError as error:
-            yield LeftOut(strategy, str(error))
-            continue
-        yield _outlook(engine, strategy, config.batch.base, micro_batch_size, budget, chip)
+            found = LeftOut(strategy, str(error))
+        yield found
 
 
 def _outlook(
@@ -217,11 +235,11 @@ def _sending_s(received: Received, chip: Chip) -> dict[str, float]:
 
 
 def by_throughput(found: Sequence[Outlook]) -> list[Outlook]:
-    """Sort predictions: first what fits, then by samples per second, or on unknown chips by bytes sent."""
+    """Sort predictions: first what fits, then by samples per second, or if unknown by bytes sent."""
 
     def order(one: Outlook) -> tuple[Any, ...]:
         sent = sum(one.analysis.traffic.values()) * one.num_micro_batches
         pace = one.step_s / one.global_batch_size
-        return not one.fits, pace if pace == pace else 0.0, sent / one.global_batch_size
+        return not one.fits, math.inf if math.isnan(pace) else pace, sent / one.global_batch_size
 
     return sorted(found, key=order)
