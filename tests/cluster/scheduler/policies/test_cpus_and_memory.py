@@ -174,10 +174,39 @@ def test_no_policy_exceeds_an_amount(name, nodes, jobs):
     assert all(min(its) >= -1e-6 for its in room(cluster, views, plan).values())
 
 
-def test_a_policy_that_knows_devices_only_says_so():
+@pytest.mark.parametrize("name", [n for n, entry in catalogue().items() if entry.one_kind])
+@pytest.mark.parametrize("needs", [{"cpus_per_device": 1.0}, {"memory_gib_per_device": 2.0}])
+def test_a_policy_that_knows_devices_only_refuses_a_job_with_needs_and_plans_the_others(
+    name, needs
+):
+    cluster, policy = cluster_of([{"num_devices": 4, "cpus": 4.0}]), catalogue()[name].policy
+    two = {"min_devices": 2, "max_devices": 2}
+    views = [job("needs", 1, **needs), job("plain", 2, **two), job("later", 2, **two)]
+    views = [dataclasses.replace(Priors(cluster).with_table(v), remaining=100.0) for v in views]
+    plan = reconcile(views, cluster, policy, 7200.0)
+    assert {id_ for id_, given in plan.allocations.items() if given.devices} == {"plain", "later"}
+    assert "knows devices only. Submit it without cpus_per_device" in plan.reasons["needs"]
+    found = explain("needs", views, cluster, policy, 7200.0, plan=plan)
+    assert found.constraint == "refused" and found.message == plan.reasons["needs"]
+    unlimited = cluster_of([{"num_devices": 4}])
+    assert reconcile(views[:1], unlimited, policy, 7200.0).start == ("needs",)
+
+
+def test_a_policy_that_knows_devices_only_lets_a_job_with_needs_end_that_may_not_be_stopped():
+    runs = dataclasses.replace(
+        job("runs", 1, cpus_per_device=1.0, preemptible=False),
+        allocation=Allocation(devices={"n0": (0,)}),
+        since_s=0.0,
+    )
+    cluster = cluster_of([{"num_devices": 4, "cpus": 4.0}])
+    plan = reconcile([runs, job("plain", 3)], cluster, Tiresias(), 10.0)
+    assert plan.start == ("plain",) and not plan.pause
+
+
+def test_a_policy_that_knows_devices_only_raises_if_it_is_asked_directly():
     cluster = cluster_of([{"num_devices": 4, "cpus": 4.0}])
     with pytest.raises(ValueError, match="knows devices only, but job 'a' needs CPUs or memory"):
-        reconcile([job("a", 1, cpus_per_device=1.0)], cluster, Tiresias(), 0.0)
+        Tiresias()([job("a", 1, cpus_per_device=1.0)], cluster, 0.0)
 
 
 @given(NODES, JOBS)
