@@ -9,6 +9,7 @@ Earliest deadline first (Liu and Layland, 1973) is here for devices instead of o
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxgoodput.cluster.scheduler.constraints import offered_devices, within
 from jaxgoodput.cluster.scheduler.placement.amounts import needs_of, some_limited
@@ -95,6 +96,7 @@ class Tiresias:
     """
 
     threshold_device_s: float = 16 * 3600.0
+    knows_amounts: ClassVar[bool] = False
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
         """Return allocations: jobs get their devices in the order of Tiresias's queues."""
@@ -150,6 +152,8 @@ class Optimus:
     Jobs keep their batch. `JobView.goodput` must be their speed on every number of devices and
     `JobView.remaining` the work left. Peng et al., EuroSys 2018.
     """
+
+    knows_amounts: ClassVar[bool] = False
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
         """Return allocations: each further device goes to the job that saves most time by it.
@@ -228,6 +232,8 @@ class EarliestDeadline:
     is passed over.
     """
 
+    knows_amounts: ClassVar[bool] = False
+
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
         """Return allocations: jobs get devices in the order of their deadlines, the earliest first."""
         _one_kind(jobs, cluster, "EarliestDeadline")
@@ -244,6 +250,8 @@ class EarliestDeadline:
 @dataclass(frozen=True, kw_only=True)
 class Static:
     """First in, first out, on as many devices as the user would pick, until the job is done."""
+
+    knows_amounts: ClassVar[bool] = False
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
         """Return allocations: jobs get devices in the order of arrival."""
@@ -280,6 +288,7 @@ class LeastRemaining:
     """
 
     by_time: bool = False
+    knows_amounts: ClassVar[bool] = False
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
         """Return allocations: jobs get their devices in the order of what they have left."""

@@ -19,11 +19,12 @@ from jaxgoodput.cluster.scheduler.limits import Use, devices_by_kind, together
 from jaxgoodput.cluster.scheduler.placement.amounts import (
     NOTHING,
     Amounts,
+    needed_in_words,
     needs_of,
     some_limited,
     without,
 )
-from jaxgoodput.cluster.scheduler.policy import JobView
+from jaxgoodput.cluster.scheduler.policy import JobView, Policy, knows_amounts
 from jaxgoodput.cluster.scheduler.priors import Priors
 from jaxgoodput.cluster.scheduler.shapes import (
     Domains,
@@ -62,9 +63,12 @@ class Constraints:
         return [id_ for id_ in self.views if id_ not in self.held and id_ not in self.refused]
 
 
-def constraints_of(jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float) -> Constraints:
+def constraints_of(
+    jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, policy: Policy | None = None
+) -> Constraints:
     """Check the jobs and find what a policy may not change at `now_s`.
 
+    With `policy`, jobs whose needs it does not know are refused, so that it can decide about the others.
     Raises ValueError if two jobs have one id, or hold one device without sharing it.
     """
     nodes = {node.name: node for node in cluster.nodes}
@@ -85,13 +89,29 @@ def constraints_of(jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float) 
     _check_disjoint(views.values())
     solvent = {id_: view for id_, view in views.items() if id_ not in spent}
     held = _held(solvent, nodes, now_s)
+    movable = [view for id_, view in solvent.items() if id_ not in held]
     return Constraints(
         views=views,
         held=held,
-        refused=spent | empty.refusals(view for id_, view in solvent.items() if id_ not in held),
+        refused=spent | _unknown_needs(movable, cluster, policy) | empty.refusals(movable),
         remarks=remarks,
         reserved=_reserved(views, held, cluster, now_s),
     )
+
+
+def _unknown_needs(
+    views: Iterable[JobView], cluster: ClusterSpec, policy: Policy | None
+) -> dict[str, str]:
+    """Return, by id, why jobs that need CPUs or memory cannot run under a policy that knows neither."""
+    if policy is None or knows_amounts(policy) or not some_limited(cluster):
+        return {}
+    return {
+        view.spec.id: f"it needs {needed_in_words(needs)}, which nodes may lack, but "
+        f"{type(policy).__name__} knows devices only. Submit it without cpus_per_device and "
+        "memory_gib_per_device, or choose another policy"
+        for view in views
+        if (needs := needs_of(view.spec))
+    }
 
 
 def withhold(

@@ -85,7 +85,7 @@ def explain(
     if plan.allocations[job].devices:
         changes = _changes_for_other_kind(question, plan)
         return Explanation(job=job, constraint="none", message=plan.reasons[job], changes=changes)
-    if job in constraints_of(jobs, cluster, now_s).refused:
+    if job in constraints_of(jobs, cluster, now_s, policy).refused:
         spent = question.view.spec.budget is not None and question.with_spec(budget=None)
         return Explanation(
             job=job,

@@ -17,6 +17,7 @@ from jaxgoodput.cluster.scheduler.placement.amounts import (
     UNLIMITED,
     Amounts,
     amounts_of,
+    needs_of,
     some_limited,
 )
 from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec
@@ -92,23 +93,22 @@ def amount_limits(
 
     Each comes with [jobs] how much of it a device of each job uses, and the kind of device. Kinds of which a
     node has no such limit, and what no job needs, are left out. That all of it together is enough does not
-    mean that jobs fit on the nodes; placing them finds out.
+    mean that jobs fit on the nodes; placing them finds out. All numbers are rounded as for placing, so that
+    no limit forbids what fits.
     """
     if not some_limited(cluster):
         return []
-    per_device = (
-        (PER_CPU, "CPUs", [spec.cpus_per_device for spec in specs]),
-        (PER_GIB, "GiB of memory", [spec.memory_gib_per_device for spec in specs]),
-    )
+    needs_by_job = [needs_of(spec) for spec in specs]
     found = []
     for kind, its in sorted(_amounts_by_kind(cluster).items()):
-        for column, (per_unit, unit, needs) in enumerate(per_device):
+        for column, (per_unit, unit) in enumerate(((PER_CPU, "CPUs"), (PER_GIB, "GiB of memory"))):
             has = [amounts[column] for amounts in its]
-            if max(has) < UNLIMITED and any(needs):
+            needs = np.array([needs[column] for needs in needs_by_job], np.float64)
+            if max(has) < UNLIMITED and needs.any():
                 left = sum(has) / per_unit
                 said = f"what the nodes of kind {kind} have, {left:g} {unit}"
                 limit = Limit(tenants=frozenset(), left=left, said=said)
-                found.append((limit, np.array(needs, np.float64), kind))
+                found.append((limit, needs / per_unit, kind))
     return found
 
 

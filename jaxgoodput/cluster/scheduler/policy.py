@@ -107,12 +107,19 @@ class SolverTimeout(SolverError):
 class Policy(Protocol):
     """A rule that allocates devices. Equal inputs must give equal decisions.
 
-    Implementations are frozen dataclasses with `__call__`.
+    Implementations are frozen dataclasses with `__call__`. One that ignores the CPUs and the memory that jobs
+    need has a class attribute `knows_amounts`, which is False. If nodes may run short of them, `reconcile`
+    then refuses jobs with such needs.
     """
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
         """Decide which job gets which devices. Raises SolverError if no decision is found in time."""
         ...
+
+
+def knows_amounts(policy: Policy) -> bool:
+    """Return whether a policy heeds the CPUs and the memory that jobs need: yes, unless it says otherwise."""
+    return getattr(policy, "knows_amounts", True)
 
 
 @dataclass(frozen=True, kw_only=True)

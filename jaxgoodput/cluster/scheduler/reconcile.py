@@ -58,11 +58,12 @@ def reconcile(
 ) -> Plan:
     """Decide what every job gets now, with a reason for every job.
 
-    Jobs that could not run even alone are refused. Jobs on nodes that are down lose their devices. Jobs that
-    may not be preempted, are within their minimum run time, or run on draining nodes keep theirs. A tenant's
-    reserved devices are offered first to its jobs that run on them or wait. Other jobs leave the nodes that
-    they avoid (`JobView.avoids`) if they can run without them. If jobs that may not be stopped leave a job
-    too little for more than an hour, further ones do not start on the nodes that it needs (`kept_nodes.py`).
+    Jobs that could not run even alone are refused, and so are jobs whose needs the policy does not know. Jobs
+    on nodes that are down lose their devices. Jobs that may not be preempted, are within their minimum run
+    time, or run on draining nodes keep theirs. A tenant's reserved devices are offered first to its jobs that
+    run on them or wait. Other jobs leave the nodes that they avoid (`JobView.avoids`) if they can run without
+    them. If jobs that may not be stopped leave a job too little for more than an hour, further ones do not
+    start on the nodes that it needs (`kept_nodes.py`).
 
     If `last` was solved less than `min_gap_s` ago, jobs keep what they have, except lost or refused
     allocations. The same holds if the policy raises SolverError. `next_solve_s` is at most `max_gap_s` from
@@ -74,7 +75,7 @@ def reconcile(
         raise ValueError(
             f"min_gap_s={min_gap_s} and max_gap_s={max_gap_s}; choose 0 <= min_gap_s <= max_gap_s"
         )
-    fixed = constraints_of(jobs, cluster, now_s)
+    fixed = constraints_of(jobs, cluster, now_s, policy)
     answers = _Round(fixed, cluster, policy, now_s)
     if last is not None and last.solved_s is not None and now_s < last.solved_s + min_gap_s:
         why = (

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from worlds import cluster_of, nodes
 
-from jaxgoodput.cluster.scheduler.placement import placement
+from jaxgoodput.cluster.scheduler.placement import board, placement
 from jaxgoodput.cluster.scheduler.placement.board import Board, Request
 from jaxgoodput.cluster.scheduler.placement.fewest_moves import fewest_moves
 from jaxgoodput.cluster.scheduler.placement.least_price import least_price
@@ -367,3 +367,63 @@ def test_parts_of_shapes():
     assert chunks(Shape("a", 3, 24), 8) == [8, 8, 8]
     assert chunks(Shape("a", 2, 12), 8) == [8, 4]
     assert chunks(Shape("a", 4, 6), 8) == [2, 2, 1, 1]
+
+
+# Which holders of devices, CPUs and memory to evict.
+
+HOLDERS = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 9), st.integers(0, 5)),
+    max_size=8,
+)
+
+
+@pytest.mark.parametrize("few", [0, 100])
+@given(HOLDERS, st.tuples(*[st.integers(0, 15)] * 3))
+@settings(max_examples=60, deadline=None)
+def test_the_cheapest_holders_with_what_is_lacking_are_evicted(few, holders, lacks):
+    named = [(f"h{i}", its[:3], float(its[3])) for i, its in enumerate(holders)]
+    enough = [
+        sum(price for _, _, price in some)
+        for count in range(len(named) + 1)
+        for some in itertools.combinations(named, count)
+        if all(sum(its[at] for _, its, _ in some) >= lacks[at] for at in range(3))
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(board, "_FEW_STATES", few)
+        found = board._cheapest_of(named, lacks)
+    if found is None:
+        assert not enough
+        return
+    price, keys = found
+    assert price == min(enough) == sum(cost for key, _, cost in named if key in keys)
+    assert all(sum(its[at] for key, its, _ in named if key in keys) >= lacks[at] for at in range(3))
+
+
+@pytest.mark.parametrize("most", [board.MOST_STATES, 20])
+def test_the_number_of_states_is_bounded_however_many_jobs_hold_devices(monkeypatch, most):
+    rng = np.random.default_rng(0)
+    holders = [
+        (f"h{i:02}", tuple(map(int, rng.integers(1, (5, 10**7, 10**6)))), float(rng.uniform(1, 9)))
+        for i in range(24)
+    ]
+    lacks = tuple(sum(its[at] for _, its, _ in holders) // 2 for at in range(3))
+    best = board._cheapest_of(holders, lacks)
+    sizes: list[int] = []
+    real = board._undominated
+
+    def counted(states):
+        kept = real(states)
+        sizes.append(len(kept))
+        return kept
+
+    monkeypatch.setattr(board, "MOST_STATES", most)
+    monkeypatch.setattr(board, "_FEW_STATES", 10)
+    monkeypatch.setattr(board, "_undominated", counted)
+    found = board._cheapest_of(holders, lacks)
+    assert best is not None and found is not None
+    price, keys = found
+    assert len(sizes) == 24 and max(sizes) <= most
+    assert price == best[0] if most > 20 else best[0] <= price <= 1.5 * best[0]
+    assert all(
+        sum(its[at] for key, its, _ in holders if key in keys) >= lacks[at] for at in range(3)
+    )

@@ -23,7 +23,13 @@ from jaxgoodput.cluster.scheduler.shapes import chunks, domain_of
 from jaxgoodput.specs import Node, Shape
 
 LIKELY_NODES = 64  # searched first for room; the other nodes only if none of these is suitable
+MOST_STATES = 2000  # combinations of holders to evict that are kept while others are added
+_FEW_STATES = 100  # so few are not searched for dominated ones, which takes longer than it saves
+_BLOCK = 256  # states compared at once
 _NO_ROOM = np.iinfo(np.int64).max
+
+_States = dict[tuple[int, ...], tuple[float, tuple[str, ...]]]
+"""The cheapest ways to free amounts: price and evicted requests, by what is still missing."""
 
 
 class Request(NamedTuple):
@@ -422,16 +428,52 @@ def _cheapest_of(
 ) -> tuple[float, tuple[str, ...]] | None:
     """Choose holders (key, amounts, price) that together have what is lacking, at the least total price.
 
-    As `_cheapest_set`, for several amounts at once.
+    As `_cheapest_set`, for several amounts at once. The price may be above the least if there are more than
+    `MOST_STATES` combinations none of which is better than another in every respect.
     """
-    cheapest: dict[tuple[int, ...], tuple[float, tuple[str, ...]]] = {lacks: (0.0, ())}
+    states: _States = {lacks: (0.0, ())}
+    later = tuple(sum(amounts[at] for _, amounts, _ in holders) for at in range(len(lacks)))
     for key, amounts, cost in holders:
-        for missing, (price, keys) in sorted(cheapest.items()):
+        for missing, (price, keys) in sorted(states.items()):
             left = tuple(max(m - a, 0) for m, a in zip(missing, amounts, strict=True))
             total = price + cost
-            if left != missing and (left not in cheapest or total < cheapest[left][0]):
-                cheapest[left] = (total, (*keys, key))
-    return cheapest.get((0,) * len(lacks))
+            if left != missing and (left not in states or total < states[left][0]):
+                states[left] = (total, (*keys, key))
+        later = tuple(has - a for has, a in zip(later, amounts, strict=True))
+        states = _undominated(_completable(states, later))
+    return states.get((0,) * len(lacks))
+
+
+def _completable(states: _States, later: tuple[int, ...]) -> _States:
+    """Return the states whose missing amounts the holders that come later have."""
+    return {
+        missing: state
+        for missing, state in states.items()
+        if all(m <= has for m, has in zip(missing, later, strict=True))
+    }
+
+
+def _undominated(states: _States) -> _States:
+    """Return the states that no other state dominates, at most the cheapest `MOST_STATES` of them.
+
+    A state dominates another if it misses no more of any amount and is not dearer. A few states are returned
+    as they are.
+    """
+    if len(states) <= _FEW_STATES:
+        return states
+    ordered = sorted(states.items(), key=lambda item: (item[1][0], item[0]))
+    missing = np.array([amounts for amounts, _ in ordered], np.int64)
+    kept = np.zeros(0, np.int64)
+    for first in range(0, len(ordered), _BLOCK):
+        # Only states before it, which are not dearer, can dominate a state.
+        block = missing[first : first + _BLOCK]
+        before = np.concatenate([missing[kept], block])
+        better = np.all([b <= m[:, None] for b, m in zip(before.T, block.T, strict=True)], axis=0)
+        better[:, len(kept) :] = np.tril(better[:, len(kept) :], -1)
+        kept = np.append(kept, first + np.flatnonzero(~better.any(1)))
+        if len(kept) >= MOST_STATES:
+            break
+    return dict(ordered[at] for at in kept[:MOST_STATES].tolist())
 
 
 def _bits(node: Node) -> int:

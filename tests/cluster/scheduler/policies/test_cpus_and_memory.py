@@ -12,6 +12,8 @@ from scipy import optimize
 from jaxgoodput.cluster.catalogue import catalogue
 from jaxgoodput.cluster.published.baselines import Tiresias
 from jaxgoodput.cluster.scheduler.explain import explain
+from jaxgoodput.cluster.scheduler.limits import amount_limits
+from jaxgoodput.cluster.scheduler.placement.amounts import amounts_of, used_by_node
 from jaxgoodput.cluster.scheduler.policies import placeable
 from jaxgoodput.cluster.scheduler.policies.goodput import Goodput
 from jaxgoodput.cluster.scheduler.policies.placeable import PlacingRules, choose_placeable
@@ -174,10 +176,39 @@ def test_no_policy_exceeds_an_amount(name, nodes, jobs):
     assert all(min(its) >= -1e-6 for its in room(cluster, views, plan).values())
 
 
-def test_a_policy_that_knows_devices_only_says_so():
+@pytest.mark.parametrize("name", [n for n, entry in catalogue().items() if entry.one_kind])
+@pytest.mark.parametrize("needs", [{"cpus_per_device": 1.0}, {"memory_gib_per_device": 2.0}])
+def test_a_policy_that_knows_devices_only_refuses_a_job_with_needs_and_plans_the_others(
+    name, needs
+):
+    cluster, policy = cluster_of([{"num_devices": 4, "cpus": 4.0}]), catalogue()[name].policy
+    two = {"min_devices": 2, "max_devices": 2}
+    views = [job("needs", 1, **needs), job("plain", 2, **two), job("later", 2, **two)]
+    views = [dataclasses.replace(Priors(cluster).with_table(v), remaining=100.0) for v in views]
+    plan = reconcile(views, cluster, policy, 7200.0)
+    assert {id_ for id_, given in plan.allocations.items() if given.devices} == {"plain", "later"}
+    assert "knows devices only. Submit it without cpus_per_device" in plan.reasons["needs"]
+    found = explain("needs", views, cluster, policy, 7200.0, plan=plan)
+    assert found.constraint == "refused" and found.message == plan.reasons["needs"]
+    unlimited = cluster_of([{"num_devices": 4}])
+    assert reconcile(views[:1], unlimited, policy, 7200.0).start == ("needs",)
+
+
+def test_a_policy_that_knows_devices_only_lets_a_job_with_needs_end_that_may_not_be_stopped():
+    runs = dataclasses.replace(
+        job("runs", 1, cpus_per_device=1.0, preemptible=False),
+        allocation=Allocation(devices={"n0": (0,)}),
+        since_s=0.0,
+    )
+    cluster = cluster_of([{"num_devices": 4, "cpus": 4.0}])
+    plan = reconcile([runs, job("plain", 3)], cluster, Tiresias(), 10.0)
+    assert plan.start == ("plain",) and not plan.pause
+
+
+def test_a_policy_that_knows_devices_only_raises_if_it_is_asked_directly():
     cluster = cluster_of([{"num_devices": 4, "cpus": 4.0}])
     with pytest.raises(ValueError, match="knows devices only, but job 'a' needs CPUs or memory"):
-        reconcile([job("a", 1, cpus_per_device=1.0)], cluster, Tiresias(), 0.0)
+        Tiresias()([job("a", 1, cpus_per_device=1.0)], cluster, 0.0)
 
 
 @given(NODES, JOBS)
@@ -362,7 +393,7 @@ def test_a_gang_is_spread_over_more_nodes_if_one_has_too_few_cpus():
     assert sorted(map(len, plan.allocations["gang"].devices.values())) == [4, 4]
 
 
-@given(st.integers(1, 8), st.integers(1, 200), st.integers(1, 999))
+@given(st.integers(1, 8), st.integers(1, 200).map(float), st.integers(1, 999).map(float))
 @settings(max_examples=25, deadline=None)
 def test_an_even_share_of_what_a_node_has_fits_on_it(num_devices, cpus, gib):
     cluster = cluster_of([{"num_devices": num_devices, "cpus": cpus, "memory_gib": gib}])
@@ -374,6 +405,44 @@ def test_an_even_share_of_what_a_node_has_fits_on_it(num_devices, cpus, gib):
     for name, has in share.items():  # a thousandth more does not
         more = job("a", num_devices, **{**share, name: 1.001 * has})
         assert not reconcile([more], cluster, PATIENT, 0.0).start
+
+
+def test_a_job_whose_needs_are_rounded_to_what_a_node_has_runs():
+    cluster = cluster_of([{"num_devices": 3, "cpus": 4.0}])
+    plan = reconcile([job("a", 3, cpus_per_device=1.3333334)], cluster, PATIENT, 0.0)
+    assert plan.start == ("a",), plan.reasons
+
+
+MILLIONTHS = st.floats(-2.5, 2.5).map(lambda x: x * 1e-6)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 8), MILLIONTHS), min_size=1, max_size=4),
+    st.floats(0.1, 2000.0),
+    st.floats(0.1, 2000.0),
+)
+def test_no_limit_forbids_what_fits_on_a_node(gangs, cpus, gib):
+    """The needs of jobs that fill a node together, each about a millionth more or less for each device."""
+    total = sum(size for size, _ in gangs)
+    views = [
+        job(
+            f"j{i}",
+            size,
+            cpus_per_device=cpus / total + max(more, -cpus / total),
+            memory_gib_per_device=gib / total + max(more, -gib / total),
+        )
+        for i, (size, more) in enumerate(gangs)
+    ]
+    cluster = cluster_of([{"num_devices": total, "cpus": cpus, "memory_gib": gib}])
+    everything = {
+        view.spec.id: Allocation(devices={"n0": tuple(range(view.spec.num_devices))})
+        for view in views
+    }
+    use = used_by_node({view.spec.id: view.spec for view in views}, everything)["n0"]
+    limits = amount_limits(cluster, [view.spec for view in views])
+    for (limit, needs, _), has, used in zip(limits, amounts_of(cluster.nodes[0]), use, strict=True):
+        within = needs @ [size for size, _ in gangs] <= limit.left + 1e-9
+        assert within == (used <= has)
 
 
 def test_a_job_that_no_node_has_cpus_for_is_refused_with_the_numbers():
