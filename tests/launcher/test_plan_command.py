@@ -119,7 +119,8 @@ def test_a_strategy_is_explained_by_the_names_of_the_script(script):
     done = planned(script, "--devices", "4", "--explain", "fsdp4")
     assert done.returncode == 0, done.stderr
     assert set(rows(done.stdout)) == {"fsdp4"}
-    assert "mu of up/kernel" in done.stdout and "all-gather" in done.stdout
+    # The moments of both kernels are of one size, so either may be the fifth buffer.
+    assert re.search("mu of (up|down)/kernel", done.stdout) and "all-gather" in done.stdout
     unknown = planned(script, "--devices", "4", "--explain", "fsdp3")
     assert unknown.returncode == 2 and "Name one of data4, " in unknown.stderr
 
