@@ -434,11 +434,9 @@ def test_no_limit_forbids_what_fits_on_a_node(gangs, cpus, gib):
         for i, (size, more) in enumerate(gangs)
     ]
     cluster = cluster_of([{"num_devices": total, "cpus": cpus, "memory_gib": gib}])
-    everything = {
-        view.spec.id: Allocation(devices={"n0": tuple(range(view.spec.num_devices))})
-        for view in views
-    }
-    use = used_by_node({view.spec.id: view.spec for view in views}, everything)["n0"]
+    specs = {view.spec.id: view.spec for view in views}
+    devices = zip(specs, (tuple(range(size)) for size, _ in gangs), strict=True)
+    use = used_by_node(specs, {id_: Allocation(devices={"n0": its}) for id_, its in devices})["n0"]
     limits = amount_limits(cluster, [view.spec for view in views])
     for (limit, needs, _), has, used in zip(limits, amounts_of(cluster.nodes[0]), use, strict=True):
         within = needs @ [size for size, _ in gangs] <= limit.left + 1e-9
