@@ -7,6 +7,7 @@ Earliest deadline first (Liu and Layland, 1973) is here for devices instead of o
 """
 
 import heapq
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -308,7 +309,7 @@ def _left_s(job: JobView, speeds: Mapping[int, float], size: int) -> float:
     """Return the device-seconds that a job has left on its devices: told, guessed, or as much as it had."""
     if job.remaining is not None and job.is_measured and speeds.get(size):
         return job.remaining / speeds[size] * size
-    had_s = sum(job.received_s.values())
+    had_s = math.fsum(job.received_s.values())
     if job.work_guess is not None:
         return 1.0 / job.work_guess.rate(had_s)
     return USUAL_S + had_s

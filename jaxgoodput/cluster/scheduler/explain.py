@@ -5,6 +5,7 @@ a plan was made with two more h200 and the job ran in it.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -400,7 +401,7 @@ def _where(question: _Question, plan: Plan, id_: str) -> str:
     if view.remaining is not None and view.is_measured and speed > 0.0:
         said += f", about {view.remaining / speed:.0f} s more"
     elif view.work_guess is not None and given.num_devices:
-        left_s = view.work_guess.least_left_s(sum(view.received_s.values()), 0.5)
+        left_s = view.work_guess.least_left_s(math.fsum(view.received_s.values()), 0.5)
         left_s /= given.num_devices
         said += f", perhaps {left_s:.0f} s more, the median of {view.work_guess.basis}"
     return f"{said})"

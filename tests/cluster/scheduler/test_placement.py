@@ -209,7 +209,7 @@ def test_no_moves_that_make_room_cost_less_than_the_least_price(seed, size, odd)
         pending.append(Request(key=key, shape=shape, price=1.0, previous={}, keeps=False))
     gone = fewest_moves(board, pending, time_limit_s=60.0) if pending else None
     if gone is not None:
-        price = sum(board.requests[key].price for key in gone)
+        price = float(sum(board.requests[key].price for key in gone))
         for most in (np.inf, price, 6.0):
             assert least_price(board, pending, most) <= min(price, most)
 

@@ -19,6 +19,7 @@ because each takes at most twice its guaranteed share. Only devices that a job r
 that cannot be placed beside those before it is not kept (`placeable.py`), and its job stays due.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -90,7 +91,7 @@ def _left_s(problem: ShapeProblem, job: int, fewest: float) -> float:
     view = problem.jobs[job]
     if view.remaining is not None and view.is_measured:
         return view.remaining / float(np.nanmax(problem.goodput[job, problem.devices == fewest]))
-    had_s = sum(view.received_s.values())
+    had_s = math.fsum(view.received_s.values())
     return least_left_s(view.work_guess, had_s, CHANCE) / fewest
 
 
