@@ -312,7 +312,8 @@ class ShapeProblem:
             use = units[self.kind] * self.devices
             left = limit.left - (use[choice.shape[chosen]] * counted[chosen]).sum()
             least = np.where(np.isnan(self.goodput), np.inf, use).min(1)
-            least = np.where(counted > 0, least * counted, -np.inf)
+            has_its = counted > 0
+            least = np.where(has_its, least * np.where(has_its, counted, 1.0), -np.inf)
             for job in np.flatnonzero(least > left + 1e-9):
                 found[job] = found[job] or limit
         return found
