@@ -27,7 +27,7 @@ from jaxgoodput.specs import JobSpec
 SPEC = {
     "id": "a", "mode": "adaptive", "min_devices": 1, "max_devices": 2, "num_devices": 2, "weight": 1.0,
     "tenant": "red", "preemptible": True, "min_run_s": 0.0, "kinds": ["h200"], "level": "rack",
-    "deadline_s": 1.0, "budget": 1.0,
+    "deadline_s": 1.0, "budget": 1.0, "preferred_kinds": ["h200"],
 }  # fmt: skip
 COST = dict.fromkeys(
     ("compute_base", "compute_per_sample", "intra_base", "intra_per_replica", "inter_base",

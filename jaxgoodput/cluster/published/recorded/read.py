@@ -10,13 +10,15 @@ import pathlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxgoodput.cluster.published.recorded.layout import FIELDS, Cells, TraceLayout
 from jaxgoodput.cluster.published.recorded.philly import philly_rows
 from jaxgoodput.cluster.published.recorded.text_file import MISFIT, table_rows
 from jaxgoodput.cluster.published.recorded.times import duration_s, is_missing, time_s
 from jaxgoodput.cluster.published.traces import TraceError, TraceJob
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +204,7 @@ def _ran_s(texts: Mapping[str, str], columns: Mapping[str, str]) -> float | None
     return end_s - start_s
 
 
-def _read(parse: Callable[[str], float], text: str, column: str) -> float:
+def _read(parse: Callable[[str], T], text: str, column: str) -> T:
     try:
         return parse(text)
     except ValueError as error:
