@@ -57,7 +57,7 @@ class JobViews:
     def learn(self, ended: Iterable[TrackedJob]) -> None:
         """Have views of jobs to come tell what these jobs had used when they ended."""
         for job in ended:
-            used_s = sum(job.device_s.values())
+            used_s = math.fsum(job.device_s.values())
             self._experience.add(EndedJob(*_kind_of(job), used_s))
 
     def view(
