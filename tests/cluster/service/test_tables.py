@@ -208,6 +208,7 @@ def test_the_work_left_is_in_the_unit_of_the_table(run, mode, has_layouts, is_me
     if in_samples:
         assert left == hints.remaining
     elif is_measured:
+        assert left is not None and hints.remaining is not None
         assert left / table.goodput[shape] == pytest.approx(hints.remaining / 500.0)
     else:
         assert left is None
