@@ -18,9 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-USUAL_S = (
-    6000.0  # half of all jobs are taken to use no more device-seconds than this, if none has ended
-)
+USUAL_S = 6000.0  # device-seconds that half of all jobs are taken to exceed, if none has ended
 COUNTS_AS = 4.0  # ended jobs that the more general guess is worth
 MOST_ENDED = 500  # of a group, the newest
 # Device-seconds at which guesses are tabled. Between two of them a rate is interpolated.
@@ -54,12 +52,16 @@ class WorkGuess:
         """[TABLED_S] ends per device-second that running it promises, by the device-seconds it has had."""
         return _rates(np.array(self.still_runs))
 
+    def rates_at(self, had_s: np.ndarray) -> np.ndarray:
+        """Return [jobs] ends per device-second, for jobs that have had so many device-seconds."""
+        return np.exp(np.interp(np.log1p(had_s), np.log1p(TABLED_S), np.log(self.rates)))
+
     def rate(self, had_s: float) -> float:
-        """Return the ends per device-second that running a job promises which has had so much."""
-        return float(np.exp(np.interp(np.log1p(had_s), np.log1p(TABLED_S), np.log(self.rates))))
+        """Return the ends per device-second for one job that has had so many device-seconds."""
+        return float(self.rates_at(np.array([had_s]))[0])
 
     def least_left_s(self, had_s: float, chance: float) -> float:
-        """Return the device-seconds that a job which has had so much has left, or more, with a chance."""
+        """Return the device-seconds that a job has left, or more, with a chance; it has had `had_s`."""
         shares = np.array(self.still_runs)
         then = chance * np.interp(had_s, TABLED_S, shares)
         # Shares fall; `np.interp` wants rising ones.

@@ -235,9 +235,14 @@ class Goodput:
         had_s, left_s = problem.received_s(), problem.declared_s()
         # Ends per device-second; if nothing is known of a job, as of jobs of any length.
         rate = 1.0 / (self.service_scale_s + had_s)
+        alike: dict[int, list[int]] = {}  # jobs that share a guess
         for i, view in enumerate(problem.jobs):
             if view.work_guess is not None:
-                rate[i] = view.work_guess.rate(float(had_s[i]))
+                alike.setdefault(id(view.work_guess), []).append(i)
+        for rows in alike.values():
+            guess = problem.jobs[rows[0]].work_guess
+            assert guess is not None  # only such jobs were collected
+            rate[rows] = guess.rates_at(had_s[rows])
         guessed = (self.service_scale_s * rate) ** -self.service_power
         guessed *= (1.0 + problem.age_s() / self.age_scale_s) ** self.age_power
         told = (self.service_scale_s / (SHORT_S + left_s)) ** -self.declared_power
