@@ -140,6 +140,7 @@ def compare(split: str, pairs: int, row_ms: float) -> bool:
             both = [(with_, False), (without, True)]
             for found, keeps in both if index % 2 else reversed(both):
                 found.append(measure(split, parent, row_ms, keeps=keeps))
+                print(split, "without" if keeps else "with", found[-1], file=sys.stderr, flush=True)
     ends = [a.end_s / b.end_s for a, b in zip(with_, without, strict=True)]
     saved = [1 - a.host_s / b.host_s for a, b in zip(with_, without, strict=True)]
 

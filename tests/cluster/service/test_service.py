@@ -427,10 +427,10 @@ def test_a_listing_that_is_cut_says_so_and_leads_to_the_rest(tmp_path, most):
             await submit(book, name)
         found, before, left = [], MOST_POSITION, None
         while before is not None:
-            page = show.job_list(OPERATOR, book.state, 0.0, False, most, before)
+            page = show.newest(OPERATOR, book.state, False, most, before)
             assert len(page.jobs) <= most and left in (None, page.num_older + len(page.jobs))
             assert (page.next_before is None) == (page.num_older == 0)
-            found = [*(job.id for job in page.jobs), *found]
+            found = [*(job.spec.id for job in page.jobs), *found]
             before, left = page.next_before, page.num_older
             await submit(book, f"new-{len(found)}")
             ended = names[-1] if len(found) <= 1 else found[-1]
@@ -439,10 +439,10 @@ def test_a_listing_that_is_cut_says_so_and_leads_to_the_rest(tmp_path, most):
                     lambda state, job=ended: commands.cancel(state, OPERATOR, job), no_words
                 )
         assert found == names
-        active = show.job_list(OPERATOR, book.state, 0.0, True, 100, MOST_POSITION)
-        assert {job.id for job in active.jobs} < set(book.state.jobs)
+        active = show.newest(OPERATOR, book.state, True, 100, MOST_POSITION)
+        assert {job.spec.id for job in active.jobs} < set(book.state.jobs)
         others = Caller("blue", "user")
-        assert show.job_list(others, book.state, 0.0, False, 100, MOST_POSITION).jobs == ()
+        assert show.newest(others, book.state, False, 100, MOST_POSITION).jobs == []
 
     with_book(tmp_path, use)
 

@@ -8,7 +8,7 @@ disk. So a hundred requests cost one `fsync`, and no caller ever sees an event t
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -167,7 +167,7 @@ class Book:
                 state = before
         self.state = state
         if state is not before:
-            self._wake(_changed_keys(before, state))
+            self._wake([key for key in self._waiting if _changed(key, before, state)])
         for asked, answer in answers:
             if asked.done.done():  # the caller has disconnected
                 continue
@@ -244,11 +244,9 @@ def _check(event: Event) -> None:
         ) from None
 
 
-def _changed_keys(before: State, after: State) -> Iterator[str]:
-    """Yield "node NAME" and "job NAME" for everything that differs between two states."""
-    for name, entry in after.nodes.items():
-        if before.nodes.get(name) is not entry:
-            yield f"node {name}"
-    for id_, entry in after.jobs.items():
-        if before.jobs.get(id_) is not entry:
-            yield f"job {id_}"
+def _changed(key: str, before: State, after: State) -> bool:
+    """Return whether "node NAME" or "job NAME" (the key) differs between two states."""
+    kind, _, name = key.partition(" ")
+    if kind == "node":
+        return before.nodes.get(name) is not after.nodes.get(name)
+    return before.jobs.get(name) is not after.jobs.get(name)

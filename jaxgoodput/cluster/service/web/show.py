@@ -11,7 +11,6 @@ from jaxgoodput.cluster.service.wire import (
     AllocationShown,
     ClusterShown,
     FaultShown,
-    JobList,
     JobShown,
     NodeShown,
 )
@@ -56,9 +55,16 @@ def job(
     )
 
 
-def job_list(
-    caller: Caller, state: State, now_s: float, active: bool, most: int, before: int
-) -> JobList:
+class JobPage(NamedTuple):
+    """Some of a caller's jobs, oldest first."""
+
+    jobs: list[JobEntry]
+    num_older: int
+    next_before: int | None
+    """Where the next page continues; None if there are no older jobs."""
+
+
+def newest(caller: Caller, state: State, active: bool, most: int, before: int) -> JobPage:
     """Return the caller's newest jobs that were submitted before a position of the journal, `most` at most.
 
     `active`: only jobs that have not ended.
@@ -69,12 +75,7 @@ def job_list(
         if entry.seq < before and caller.sees(entry.spec.tenant) and not (active and entry.is_over)
     ]
     shown, num_older = found[-most:], max(len(found) - most, 0)
-    return JobList(
-        now_s=now_s,
-        jobs=tuple(job(caller, state, entry, now_s) for entry in shown),
-        num_older=num_older,
-        next_before=shown[0].seq if num_older else None,
-    )
+    return JobPage(shown, num_older, shown[0].seq if num_older else None)
 
 
 def allocation(entry: JobEntry) -> AllocationShown:
