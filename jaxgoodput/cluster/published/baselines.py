@@ -260,7 +260,9 @@ class Static:
         free = _FreeDevices(cluster)
         allocations, reasons = {}, {}
         for job in jobs:
-            if job.allocation.num_devices and free.keep(job.allocation):
+            held = job.allocation.num_devices
+            is_other = job.spec.mode == "rigid" and held != _as_asked(job)  # of an earlier policy
+            if held and not is_other and free.keep(job.allocation):
                 allocations[job.spec.id] = job.allocation
                 reasons[job.spec.id] = "keeps what it has"
         blocked = False

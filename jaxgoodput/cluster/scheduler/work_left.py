@@ -18,6 +18,8 @@ from functools import cached_property
 
 import numpy as np
 
+from jaxgoodput.specs import require_within
+
 USUAL_S = 6000.0  # device-seconds that half of all jobs are taken to exceed, if none has ended
 COUNTS_AS = 4.0  # ended jobs that the more general guess is worth
 MOST_ENDED = 500  # of a group, the newest
@@ -36,6 +38,11 @@ class EndedJob:
     """Devices that its user asked for."""
     device_s: float
     """Device-seconds that it used."""
+
+    def __post_init__(self):
+        what = f"an ended job of {self.script!r}"
+        require_within(what, {"device_s": self.device_s})
+        require_within(what, {"num_devices": self.num_devices}, 1)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jaxgoodput import cli
 from jaxgoodput._fields.serial import dumps, encode
 from jaxgoodput.cluster.catalogue import catalogue
+from jaxgoodput.cluster.scheduler.work_left import EndedJob
 from jaxgoodput.cluster.service.decisions.answer import DecisionPlan, decide
 from jaxgoodput.cluster.service.decisions.command import output_to_stderr
 from jaxgoodput.cluster.service.decisions.request import (
@@ -20,7 +21,7 @@ from jaxgoodput.cluster.service.decisions.request import (
     RequestedJob,
     read_request,
 )
-from jaxgoodput.cluster.service.planning.decide import PlanRules, plan
+from jaxgoodput.cluster.service.planning.decide import PlanRules, plan, script_of
 from jaxgoodput.cluster.service.record.state import JobEntry, NodeEntry, State
 from jaxgoodput.cluster.service.wire import HeldDevices, Submission
 from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node
@@ -57,7 +58,7 @@ def test_the_example_of_the_page_is_answered_as_it_says(monkeypatch, capsys, tmp
 
 def test_the_page_describes_every_field():
     text = PAGE.read_text()
-    for kind in (DecisionRequest, RequestedJob, DecisionPlan, Node, ClusterSpec):
+    for kind in (DecisionRequest, RequestedJob, DecisionPlan, Node, ClusterSpec, EndedJob):
         missing = [name for name in kind.__dataclass_fields__ if f"`{name}`" not in text]
         assert set(missing) <= {"in_use"}, (kind, missing)
 
@@ -93,6 +94,11 @@ CHANGES = {
         lambda r: job_with(r, goodput=[entry(num_nodes=2, num_devices=2)]),
         "the scheduler gives a job of this size",
     ),
+    "an ended job of no devices": (
+        lambda r: r | {"ended": [ended(num_devices=0)]},
+        "an ended job of 'train.py' has num_devices=0",
+    ),
+    "less than no time": (lambda r: r | {"ended": [ended(device_s=-1)]}, "device_s=-1"),
     "a budget without prices": (lambda r: job_with(r, budget=5), "no prices"),
     "two of a name": (lambda r: r | {"jobs": r["jobs"][:1] * 2}, "train-7"),
     "used devices": (
@@ -106,9 +112,14 @@ def entry(**changes):
     return {"kind": "h200", "num_nodes": 1, "num_devices": 1, "goodput": 1.0} | changes
 
 
-def request_of(num_nodes, each, *jobs, **cluster):
+def ended(**changes):
+    return {"script": "train.py", "owner": "default", "num_devices": 1, "device_s": 9.0} | changes
+
+
+def request_of(num_nodes, each, *jobs, policy="goodput", **cluster):
     nodes = [{"name": f"n{i}", "kind": "h200", "num_devices": each} for i in range(num_nodes)]
     body = {"version": 1, "now_s": 7200.0, "cluster": {"nodes": nodes, **cluster}, "jobs": jobs}
+    body["policy"] = policy
     return read_request(json.dumps(body))
 
 
@@ -166,17 +177,33 @@ def nodes_of(sizes):
             st.sampled_from([1, 2, 4]),
             st.integers(0, 900),
             st.booleans(),
+            st.sampled_from(["a.py", "b.py", "c.sh"]),
         ),
         max_size=6,
+    ),
+    over=st.lists(
+        st.tuples(
+            st.sampled_from(["a.py", "b.py", "c.sh"]),
+            st.sampled_from([1, 2, 8]),
+            st.floats(1.0, 1e6),
+        ),
+        max_size=5,
     ),
     policy=st.sampled_from(["goodput", "static", "tiresias", "sia"]),
 )
 @settings(max_examples=25, deadline=None)
-def test_the_plan_is_the_one_that_the_service_makes(sizes, jobs, policy):
-    """Of jobs that have reported nothing, some of which run."""
+def test_the_plan_is_the_one_that_the_service_makes(sizes, jobs, over, policy):
+    """Of jobs that have reported nothing, some of which run, after others have ended."""
     nodes, now_s, free = nodes_of(sizes), 1000.0, sizes[0]
     entries, requested = {}, []
-    for number, (mode, size, since_s, runs) in enumerate(jobs):
+    for number, (script, size, used_s) in enumerate(over):
+        spec = JobSpec(id=f"over{number}", max_devices=size)
+        submission = Submission(spec=spec, command=("python", script))
+        entries[spec.id] = JobEntry(
+            submission=submission, secret="s", submitted_s=0.0, phase="done",
+            finished_s=500.0, received_s={"h200": used_s},
+        )  # fmt: skip
+    for number, (mode, size, since_s, runs, script) in enumerate(jobs):
         most = size if mode == "rigid" else 2 * size
         spec = JobSpec(
             id=f"j{number}", mode=mode, min_devices=size, max_devices=most,
@@ -190,7 +217,7 @@ def test_the_plan_is_the_one_that_the_service_makes(sizes, jobs, policy):
             (HeldDevices(start_s=float(since_s), end_s=None, devices=devices),) if devices else ()
         )
         entries[spec.id] = JobEntry(
-            submission=Submission(spec=spec, command=("x",)),
+            submission=Submission(spec=spec, command=("python", script)),
             secret="s",
             submitted_s=float(since_s),
             settled_s=now_s,
@@ -201,6 +228,7 @@ def test_the_plan_is_the_one_that_the_service_makes(sizes, jobs, policy):
         requested.append(
             RequestedJob(
                 **vars(spec), submitted_s=float(since_s), allocation=devices, restart_s=10.0,
+                script=script_of(("python", script)),
                 since_s=float(since_s) if devices else None,
             )
         )  # fmt: skip
@@ -212,6 +240,7 @@ def test_the_plan_is_the_one_that_the_service_makes(sizes, jobs, policy):
         now_s=now_s,
         cluster=ClusterSpec(nodes=nodes),
         jobs=tuple(requested),
+        ended=tuple(EndedJob(script_of((s,)), "default", size, used_s) for s, size, used_s in over),
         policy=policy,
         explain=False,
     )
@@ -250,6 +279,33 @@ def test_tables_hints_and_settings_reach_the_policy():
     for settings_, first in (({}, "a"), ({"threshold_device_s": 5.0}, "b")):
         plan = decide(read_request(json.dumps(body | {"settings": settings_})))
         assert [job.id for job in plan.jobs if job.num_devices == 8] == [first]
+
+
+def test_a_job_whose_script_ended_soon_before_goes_first():
+    past = [ended(script="short.py", device_s=60.0)] * 9 + [
+        ended(script="long.py", device_s=1e5)
+    ] * 9
+    jobs = [
+        {"id": script, "mode": "rigid", "num_devices": 4, "script": script}
+        for script in ("long.py", "short.py")
+    ]
+    nodes = {"nodes": encode(nodes_of([4]))}
+    body = {"version": 1, "now_s": 0, "cluster": nodes, "jobs": jobs}
+    for over, first in ((past, "short.py"), ([], "long.py")):
+        long, short = decide(read_request(json.dumps(body | {"ended": over}))).jobs
+        assert [job.id for job in (long, short) if job.allocation] == [first]
+
+
+@pytest.mark.parametrize(
+    "policy", [name for name, entry in catalogue().items() if not entry.sharing]
+)
+def test_a_job_whose_size_another_policy_chose_costs_no_plan(policy):
+    """Policies that resize no job take it from its devices, or leave it there, but plan."""
+    waits = [{"id": f"w{i}", "max_devices": 2, "remaining": 9.0} for i in range(3)]
+    held = {"id": "h", "max_devices": 2, "remaining": 9.0, "since_s": 0.0}
+    held |= {"allocation": {"n0": [0]}}
+    plan = decide(request_of(1, 4, *waits, held, policy=policy))
+    assert [job.id for job in plan.jobs] == ["w0", "w1", "w2", "h"]
 
 
 def test_cpus_memory_and_preferred_kinds_are_kept_and_explained():

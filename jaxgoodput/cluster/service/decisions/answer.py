@@ -19,6 +19,7 @@ from jaxgoodput.cluster.scheduler.shapes import (
     shapes,
     size_limits,
 )
+from jaxgoodput.cluster.scheduler.work_left import Experience
 from jaxgoodput.cluster.service.decisions.request import DecisionRequest, RequestedJob
 from jaxgoodput.cluster.service.planning.decide import rigid_spec
 from jaxgoodput.cluster.service.planning.tables import GoodputTable, table_of, work_left
@@ -124,7 +125,7 @@ def _views(request: DecisionRequest, named: PolicyEntry) -> tuple[JobView, ...]:
     held = {shape_of(job.allocation, kind_of) for job in request.jobs}
     usual = {*shapes(cluster)}
     offered = {*usual, *(shape for shape in held if shape is not None)}
-    views = []
+    views, experience = [], Experience(request.ended)
     for job in request.jobs:
         spec = job.spec
         if named.mode != "adaptive":
@@ -132,7 +133,9 @@ def _views(request: DecisionRequest, named: PolicyEntry) -> tuple[JobView, ...]:
         own = own_shapes(cluster, spec)
         _require_offered(job, usual | own)
         table = _table(job, spec, sorted(offered | own), request.now_s)
-        views.append(_view(job, spec, table, request))
+        asked = job.num_devices or job.max_devices
+        guess = experience.guess(job.script, job.tenant, asked)
+        views.append(replace(_view(job, spec, table, request), work_guess=guess))
     return tuple(views)
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from jaxgoodput._fields.serial import parse, unpack
 from jaxgoodput.cluster.scheduler.policy import AvoidedNode
+from jaxgoodput.cluster.scheduler.work_left import EndedJob
 from jaxgoodput.specs import ClusterSpec, Hints, JobSpec, Shape, require_within
 
 
@@ -60,6 +61,8 @@ class RequestedJob(JobSpec):
     """What it has measured of itself, as the journal of a run gives it."""
     remaining: float | None = None
     """Remaining work in units of goodput x seconds; None: as in its hints, or unknown."""
+    script: str = ""
+    """What it runs. Its work is guessed from ended jobs of the same script whose owner is its tenant."""
     largest_profiled: int | None = None
     """Largest number of devices that it has run on; None: as in its hints, or its present devices."""
     restart_s: float = 30.0
@@ -125,6 +128,8 @@ class DecisionRequest:
     """Time of the decision, on any clock; all other times are on the same one."""
     cluster: ClusterSpec
     jobs: tuple[RequestedJob, ...]
+    ended: tuple[EndedJob, ...] = ()
+    """Jobs that have ended, the newest last, from which the work of others is guessed."""
     policy: str = "goodput"
     """Name of the policy (`jaxgoodput simulate --list`)."""
     settings: Mapping[str, Any] = field(default_factory=dict)
