@@ -111,7 +111,7 @@ async def _wait(
     It looks again whenever "job NAME" or "node NAME" changes, and after `every_s` at the latest.
     """
     # Each key waits for its own part of the time: a plan wakes all nodes at once, and if they all waited
-    # for as long, they would come back together for ever, and everybody else would wait for them.
+    # for as long, they would come back together for ever, and all other requests would wait for them.
     part = 1.0 - WAIT_SPREAD * zlib.crc32(key.encode()) / 2**32
     until_s = parts.clock.now() + min(wait_s, parts.longest_wait_s) * part
     while True:
