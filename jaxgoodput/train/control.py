@@ -395,6 +395,11 @@ class DueEvery:
         self.last = at
         return True
 
+    def make_due(self, at: float) -> None:
+        """Be due at the moment `at`, if it ever is."""
+        if self.every:
+            self.last = at - self.every
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timers:
@@ -422,6 +427,8 @@ class Due:
         self._saves = DueEvery(saving.every_s), DueEvery(saving.every_base_steps)
         self._evaluations = DueEvery(evaluation.every_s), DueEvery(evaluation.every_base_steps)
         self._copies = DueEvery(None)
+        # Asked for and not done yet. A generation may end before; then the next one does it.
+        self._save_left = self._evaluation_left = False
 
     def begin(
         self,
@@ -434,7 +441,8 @@ class Due:
         """Start with the first step of a generation; copies are due every `keep_s` until `kept` says more.
 
         Timers that run here already go on. Others go on from the `earlier` ones of the run. If the generation
-        resumes from a state before the last interval of progress, intervals begin there.
+        resumes from a state before the last interval of progress, intervals begin there. What was asked for
+        and not done is due at once.
         """
         was = earlier or Timers()
         (save_s, save_at), (evaluate_s, evaluate_at) = self._saves, self._evaluations
@@ -442,21 +450,37 @@ class Due:
         save_at.begin(progress, was.save_base_steps)
         evaluate_s.begin(now_s, was.evaluate_s)
         evaluate_at.begin(progress, was.evaluate_base_steps)
+        for is_left, intervals in (
+            (self._save_left, self._saves),
+            (self._evaluation_left, self._evaluations),
+        ):
+            if is_left:
+                intervals[0].make_due(now_s)
+                intervals[1].make_due(progress)
+        self._save_left = self._evaluation_left = False
         self._copies = DueEvery(keep_s, now_s)
 
     def restart(self, now_s: float, progress: float) -> None:
         """Count everything from this moment on."""
         for by_time, by_progress in (self._saves, self._evaluations):
             by_time.last, by_progress.last = now_s, progress
+        self._save_left = self._evaluation_left = False
 
     def timers(self, now_s: float, progress: float) -> Timers:
         """Return the timers as they stand, for the run's next processes."""
-        (save_s, save_at), (evaluate_s, evaluate_at) = self._saves, self._evaluations
+
+        def passed(intervals: tuple[DueEvery, DueEvery], is_left: bool) -> tuple[float, float]:
+            at = zip(intervals, (now_s, progress), strict=True)
+            by_time, by_progress = (i.every or 0.0 if is_left else i.passed(t) for i, t in at)
+            return by_time, by_progress
+
+        save_s, save_at = passed(self._saves, self._save_left)
+        evaluate_s, evaluate_at = passed(self._evaluations, self._evaluation_left)
         return Timers(
-            save_s=save_s.passed(now_s),
-            save_base_steps=save_at.passed(progress),
-            evaluate_s=evaluate_s.passed(now_s),
-            evaluate_base_steps=evaluate_at.passed(progress),
+            save_s=save_s,
+            save_base_steps=save_at,
+            evaluate_s=evaluate_s,
+            evaluate_base_steps=evaluate_at,
         )
 
     def asked(
@@ -464,6 +488,7 @@ class Due:
     ) -> Control | None:
         """Return what is due at this moment, or None. Pass `progress=None` while it is unknown.
 
+        Say `will_save` and `will_evaluate` when it is about to be done: until then it counts as left to do.
         No checkpoint is due while updates are being skipped (`skipping`): it would replace one from before
         whatever went wrong.
         """
@@ -471,9 +496,19 @@ class Due:
         save = not skipping and _is_due(self._saves, at)
         evaluate = _is_due(self._evaluations, at)
         keep = not skipping and self._copies.is_due(now_s)
+        self._save_left |= save
+        self._evaluation_left |= evaluate
         if not (save or evaluate or keep):
             return None
         return Control(save=save, evaluate=evaluate, keep=keep)
+
+    def will_save(self) -> None:
+        """Take note that a checkpoint is about to be made."""
+        self._save_left = False
+
+    def will_evaluate(self) -> None:
+        """Take note that an evaluation is about to begin."""
+        self._evaluation_left = False
 
     def progress_left(self, progress: float) -> float:
         """Return the base steps until something is due by progress; infinity if nothing is."""

@@ -308,10 +308,14 @@ class Loop:
         control = self.kind.decisions.received(result, self.now.batch)
         if self._ends(control):
             return False
+        due = self.keeper.due
+        if control.evaluate:
+            due.will_evaluate()
         is_best = control.evaluate and self._evaluate()
         if self._ending.stopped_by:
             return False
         if control.save or is_best:
+            due.will_save()
             self._saver.save()
         self._obey_quietly(control)
         return True

@@ -175,6 +175,7 @@ def test_a_new_generation_does_not_reset_the_timers():
         due.begin(start_s, 0.0)
         assert due.asked(start_s + 19.0, 0.0) is None
     assert due.asked(60.0, 0.0) == Control(save=True)
+    due.will_save()
     assert due.asked(119.0, 0.0) is None and due.asked(120.0, 0.0) == Control(save=True)
 
 
@@ -182,9 +183,25 @@ def test_a_generation_that_goes_back_counts_progress_from_there():
     due = due_of(every_base_steps=10.0)
     due.begin(0.0, 0.0)
     assert due.asked(1.0, 12.0) == Control(save=True)
+    due.will_save()
     due.begin(2.0, 5.0)  # what came after was lost
     assert due.asked(3.0, 14.0) is None
     assert due.asked(4.0, 15.0) == Control(save=True)
+
+
+def test_what_was_asked_for_and_not_done_is_due_at_once_in_the_next_generation():
+    due = due_of(every_s=60.0, every_base_steps=10.0)
+    due.begin(0.0, 0.0)
+    assert due.asked(60.0, 3.0) == Control(save=True)
+    left = due.timers(61.0, 3.0)
+    assert (left.save_s, left.save_base_steps) == (60.0, 10.0)
+    other = due_of(every_s=60.0, every_base_steps=10.0)  # in another process
+    for next_, earlier in ((due, None), (other, left)):
+        next_.begin(100.0, 3.0, earlier=earlier)
+        assert next_.asked(101.0, 4.0) == Control(save=True)
+        next_.will_save()
+        next_.begin(102.0, 4.0)
+        assert next_.asked(103.0, 5.0) is None
 
 
 def test_copies_come_soon_and_then_as_they_cost_and_hosts_fail():
