@@ -74,7 +74,7 @@ def redrawn(text: str, folder: pathlib.Path) -> str:
 
 def main() -> int:
     """Draw the page and the picture anew, or compare the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     text = PAGE.read_text()
