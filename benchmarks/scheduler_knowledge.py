@@ -8,6 +8,7 @@ policy sees the same jobs and knows the same of them. *nothing*: no work is decl
 told what can be guessed from the jobs of the same world that have ended, as in the service. *told*: all work
 is declared. "las" is Tiresias, "fifo" first in, first out; "least remaining" and "Gittins" are one policy, by
 what is told and by what is guessed. None of them uses the work left but `Goodput` and these two.
+The published limits on growth of Pollux's and Sia's policies (at most twofold) do not apply to rigid jobs.
 
 The figures are average completion times. The exit code is 1 if one of the asked bounds is missed: of the mean
 over the seeds of the ratio to the best of Pollux, Sia and las with nothing declared, 1.02; of that to least

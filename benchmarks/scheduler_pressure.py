@@ -3,13 +3,20 @@
     python benchmarks/scheduler_pressure.py [--all] [--worlds NAME ...] [--skip worlds pair gang deadlines]
 
 Worlds of made-up jobs (`synthetic_workload`), two to five times as many as devices, on events, restarts of
-30 s. Every policy sees the same jobs; Sia and Pollux may use any size at once, as `Goodput` may.
-Tiresias is least attained service, Static is first in, first out; both run jobs on the devices that
-their users asked for. Without `--all` the worlds are the first five, which take a few minutes; each line says
-its seed. The gang rows put one rigid gang into a stream of single-device jobs at 1.5 times the capacity of 64
-devices, and say what the gang costs the others. Deadlines can be met by construction: a policy that knows
-nothing of them (first in, first out on the devices that users asked for; Pollux) ends every job before its
-own; behind the share that is met stand the average completion time of all jobs and of those without.
+30 s. Every policy sees the same jobs, and none is told how much work they have left, except of jobs with a
+deadline, which declare it. Sia and Pollux, whose program is solved exactly, come twice: with their
+published limit, at most twice the largest size that a job has run on (*twofold*), and without (*any*).
+`Goodput` has no limit, "las" is Tiresias (least attained service), "fifo" is Static (first in, first out);
+the last two run jobs on the devices that their users asked for. The ratio is to the best of all of these
+but fifo.
+
+Without `--all` the worlds are the first five, which take a few minutes; each line says its seed. *To alone*
+is the longest wait of a job in the time that it and the jobs before it take alone. The pair rows let two
+equal jobs share a device. The gang rows put one rigid gang into a stream of single-device jobs at 1.5 times
+the capacity of 64 devices, and say what the gang costs the others. Deadlines can be met by construction: a
+policy that knows nothing of them (fifo, or Pollux without its limit) ends every job before its own; behind
+the share that is met stand the average completion time of all jobs and of those without. "edf" runs the
+earliest deadline first.
 """
 
 import argparse
@@ -39,8 +46,10 @@ TRUTH = ModelTruth(synthetic_applications({"t4": 1.0}))
 STEPS_PER_S = 1.0 / (0.02 + 8e-4 * 128)  # of vision-small on one device at its base batch of 128
 POLICIES: dict[str, tuple[Policy, Mode]] = {
     "goodput": (Goodput(), "adaptive"),
-    "sia": (Sia(growth=None), "adaptive"),
-    "pollux": (Pollux(), "adaptive"),
+    "sia, any": (Sia(growth=None), "adaptive"),
+    "sia, twofold": (Sia(), "adaptive"),
+    "pollux, any": (Pollux(growth=None), "adaptive"),
+    "pollux, twofold": (Pollux(), "adaptive"),
     "las": (Tiresias(), "rigid"),
     "fifo": (Static(), "rigid"),
 }
@@ -146,7 +155,7 @@ def verdict(holds):
 
 def worlds(names):
     heading = ("avg h", "p99 h", "restarts", "most", "wait h", "to alone", "CPU s")
-    print(f"{'world, seed':44s} {'policy':8s} " + " ".join(f"{h:>8s}" for h in heading))
+    print(f"{'world, seed':44s} {'policy':15s} " + " ".join(f"{h:>8s}" for h in heading))
     ratios = []
     for name in names:
         world = WORLDS[name]
@@ -157,7 +166,7 @@ def worlds(names):
             total = found.summary()
             average[label] = total["average_jct_s"]
             print(
-                f"{f'{name}, {world.seed}':44s} {label:8s} {average[label] / 3600:8.3f} "
+                f"{f'{name}, {world.seed}':44s} {label:15s} {average[label] / 3600:8.3f} "
                 f"{total['p99_jct_s'] / 3600:8.2f} {total['restarts_per_job']:8.2f} "
                 f"{max(job.restarts for job in found.jobs):8d} "
                 f"{longest_wait_s(found) / 3600:8.2f} "
@@ -169,10 +178,10 @@ def worlds(names):
                 ),
                 flush=True,
             )
-        best = min(average[label] for label in ("sia", "pollux", "las"))
+        best = min(average[label] for label in average.keys() - {"goodput", "fifo"})
         ratios.append(average["goodput"] / best)
         print(
-            f"{'':44s} average to the best of the three: {ratios[-1]:.3f}, asked <= 1.02 "
+            f"{'':44s} average to the best but fifo: {ratios[-1]:.3f}, asked <= 1.02 "
             f"{verdict(ratios[-1] <= 1.02)}",
             flush=True,
         )
@@ -196,13 +205,13 @@ def single(name, hours, submit_s=0.0, num_devices=1, **fields):
 def pair():
     print("\ntwo equal jobs, one device; asked: at most 4 restarts each")
     for hours in (0.03, 0.5, 3.0):
-        for label in ("goodput", "sia"):
+        for label in ("goodput", "sia, any"):
             jobs = [single("a", hours), single("b", hours)]
             found, _ = run(jobs, uniform_cluster("t4", 1, 1), POLICIES[label][0])
             ends = ", ".join(f"{job.finish_s:.0f} s" for job in found.jobs)
             most = max(job.restarts for job in found.jobs)
             print(
-                f"{hours:5.2f} h {label:8s} ends {ends}; restarts {most} {verdict(most <= 4)}",
+                f"{hours:5.2f} h {label:15s} ends {ends}; restarts {most} {verdict(most <= 4)}",
                 flush=True,
             )
 
@@ -225,7 +234,7 @@ def gang(sizes, hours):
         ("no gang", Goodput()),
         ("goodput", Goodput()),
         ("no guarantee", Goodput(guaranteed=0.0)),
-        ("sia", Sia(growth=None)),
+        ("sia, any", Sia(growth=None)),
     ):
         for size in sizes if label != "no gang" else (0,):
             extra = [single("gang", 0.5, 3600.0, size, mode="rigid")] if size else []
@@ -240,15 +249,15 @@ def gang(sizes, hours):
                     f"; gang of {size} starts after {wait_h:.2f} h (asked <= 2 "
                     f"{verdict(wait_h <= 2)}), ends after {its.jct_s / 3600:.2f} h"
                 )
-            print(f"{label:12s} {said}; CPU {cpu_s:.0f} s", flush=True)
+            print(f"{label:15s} {said}; CPU {cpu_s:.0f} s", flush=True)
 
 
 def deadlines():
-    print("\ndeadlines 10-50 % later than `by` ends each job; asked: 95 % met")
+    print("\ndeadlines 10-50 % later than another policy ends each job; asked: 95 % met")
     policies: dict[str, tuple[Policy, Mode]] = {**POLICIES, "edf": (EarliestDeadline(), "rigid")}
     for world in (World(4, 4, 32, 1), World(1, 4, 40, 0), World(4, 4, 48, 2), World(8, 8, 128, 10)):
         cluster = uniform_cluster("t4", world.nodes, world.each)
-        for by, every in (("fifo", 1), ("pollux", 2), ("pollux", 1)):
+        for by, every in (("fifo", 1), ("pollux, any", 2), ("pollux, any", 1)):
             jobs = jobs_of(world)
             before, _ = run(jobs, cluster, *policies[by])
             jct_s = {job.id: job.jct_s for job in before.jobs}
@@ -275,7 +284,7 @@ def deadlines():
                 )
             print(
                 f"{world.nodes}x{world.each}, seed {world.seed}, {len(jobs)} jobs, one of {every} with a "
-                f"deadline by {by}: {'; '.join(said)}",
+                f"deadline set by {by}: {'; '.join(said)}",
                 flush=True,
             )
 
