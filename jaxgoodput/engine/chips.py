@@ -214,7 +214,7 @@ CHIPS: Mapping[str, Chip] = {
     ),
     "NVIDIA H200": Chip(
         name="h200",
-        memory_bytes=141 * GB,
+        memory_bytes=143_771.0 * MIB,  # as it reports; 141 GB by name
         memory_bandwidth=4800 * GB,
         source="NVIDIA H200 data sheet (SXM), DGX H200 data sheet",
         **_H100,
@@ -229,7 +229,7 @@ CHIPS: Mapping[str, Chip] = {
             "float32": 1125e12,
             "float64": 37e12,
         },
-        memory_bytes=180 * GB,
+        memory_bytes=183_359.0 * MIB,  # as it reports; 180 GB by name
         memory_bandwidth=8000 * GB,
         network_bandwidth=900 * GB,  # NVLink 5: 1800 GB/s, both directions together
         node_bandwidth=50 * GB,  # DGX B200: one port of 400 Gbit/s for each GPU

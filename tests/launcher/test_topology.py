@@ -44,6 +44,12 @@ def test_a_chip_is_consistent(chip):
     assert 15e9 < chip.memory_bytes < 200e9 and chip.source
 
 
+@pytest.mark.parametrize("name, gib", [("h200", 140.4), ("b200", 179.1), ("h100", 79.6)])
+def test_the_memory_is_what_the_device_reports(name, gib):
+    """And not the number in its name times 1e9, which is up to 7 % less."""
+    assert GPUS[name].memory_bytes / 2**30 == pytest.approx(gib, rel=0.01)
+
+
 @given(
     flops=st.dictionaries(
         st.sampled_from(["bfloat16", "float32", "float8_e4m3fn", "int8"]), st.floats(0, 1e18)

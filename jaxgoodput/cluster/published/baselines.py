@@ -151,27 +151,29 @@ class Optimus:
     """Give one device to each job, then one by one to the job whose remaining time falls most.
 
     Jobs keep their batch. `JobView.goodput` must be their speed on every number of devices and
-    `JobView.remaining` the work left. Peng et al., EuroSys 2018.
+    `JobView.remaining` the work left; a job that does not declare it gets its least number of devices and no
+    more, because what another would save is unknown. Peng et al., EuroSys 2018.
     """
 
     knows_amounts: ClassVar[bool] = False
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
-        """Return allocations: each further device goes to the job that saves most time by it.
-
-        Raises ValueError if a job does not declare its work.
-        """
+        """Return allocations: each further device goes to the job that saves most time by it."""
         kind = _one_kind(jobs, cluster, "Optimus")
         free = _FreeDevices(cluster)
         sizes = _sizes_by_gain(jobs, kind, free.num_devices)
-        reasons = {
-            job.spec.id: f"{sizes[job.spec.id]} devices by marginal gain"
-            if job.spec.id in sizes
-            else "no device left for its first"
-            for job in jobs
-        }
+        reasons = {job.spec.id: _reason(job, sizes.get(job.spec.id)) for job in jobs}
         chosen = [(job, sizes[job.spec.id]) for job in jobs if job.spec.id in sizes]
         return _place(sorted(chosen, key=lambda pair: pair[1]), free, reasons)
+
+
+def _reason(job: JobView, size: int | None) -> str:
+    """Return why Optimus gives a job so many devices, or none."""
+    if size is None:
+        return "no device left for its first"
+    if job.remaining is None:
+        return f"{size} devices, its least: it does not declare the work left"
+    return f"{size} devices by marginal gain"
 
 
 def _sizes_by_gain(jobs: Sequence[JobView], kind: str | None, budget: int) -> dict[str, int]:
@@ -187,11 +189,6 @@ def _sizes_by_gain(jobs: Sequence[JobView], kind: str | None, budget: int) -> di
 
     for index, job in enumerate(jobs):
         name, least = job.spec.id, job.spec.min_devices
-        if job.remaining is None:
-            raise ValueError(
-                f"Optimus needs the remaining work of job {name!r}, which does not declare it; "
-                "declare it or choose another policy."
-            )
         if budget >= least and least in speeds[index]:
             sizes[name] = least
             budget -= least

@@ -296,12 +296,13 @@ def test_a_job_whose_script_ended_soon_before_goes_first():
         assert [job.id for job in (long, short) if job.allocation] == [first]
 
 
+@pytest.mark.parametrize("remaining", [9.0, None])
 @pytest.mark.parametrize(
     "policy", [name for name, entry in catalogue().items() if not entry.sharing]
 )
-def test_a_job_whose_size_another_policy_chose_costs_no_plan(policy):
+def test_a_job_of_another_size_or_of_unknown_work_costs_no_plan(policy, remaining):
     """Policies that resize no job take it from its devices, or leave it there, but plan."""
-    waits = [{"id": f"w{i}", "max_devices": 2, "remaining": 9.0} for i in range(3)]
+    waits = [{"id": f"w{i}", "max_devices": 2, "remaining": remaining} for i in range(3)]
     held = {"id": "h", "max_devices": 2, "remaining": 9.0, "since_s": 0.0}
     held |= {"allocation": {"n0": [0]}}
     plan = decide(request_of(1, 4, *waits, held, policy=policy))
