@@ -6,10 +6,11 @@ reduction of a step. Every process knows the sum before it dispatches step + `DE
 takes no further message and no further collective, and all processes get the same answer.
 """
 
+import contextlib
 import dataclasses
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -395,11 +396,6 @@ class DueEvery:
         self.last = at
         return True
 
-    def make_due(self, at: float) -> None:
-        """Be due at the moment `at`, if it ever is."""
-        if self.every:
-            self.last = at - self.every
-
 
 @dataclass(frozen=True, kw_only=True)
 class Timers:
@@ -414,6 +410,10 @@ class Timers:
     """Seconds of training since an evaluation was due by time."""
     evaluate_base_steps: float = 0.0
     """Base steps since one was due by progress."""
+    save_left: bool = False
+    """Whether a checkpoint was asked for that is not made yet."""
+    evaluation_left: bool = False
+    """Whether an evaluation was asked for that has not ended yet."""
 
 
 class Due:
@@ -427,8 +427,10 @@ class Due:
         self._saves = DueEvery(saving.every_s), DueEvery(saving.every_base_steps)
         self._evaluations = DueEvery(evaluation.every_s), DueEvery(evaluation.every_base_steps)
         self._copies = DueEvery(None)
-        # Asked for and not done yet. A generation may end before; then the next one does it.
-        self._save_left = self._evaluation_left = False
+        # "save" and "evaluate", if asked for and not done yet: a generation may end before. Then the next one
+        # asks again.
+        self._left, self._again = set[str](), set[str]()
+        self._is_new = True
 
     def begin(
         self,
@@ -442,7 +444,7 @@ class Due:
 
         Timers that run here already go on. Others go on from the `earlier` ones of the run. If the generation
         resumes from a state before the last interval of progress, intervals begin there. What was asked for
-        and not done is due at once.
+        and not done is asked for again.
         """
         was = earlier or Timers()
         (save_s, save_at), (evaluate_s, evaluate_at) = self._saves, self._evaluations
@@ -450,37 +452,27 @@ class Due:
         save_at.begin(progress, was.save_base_steps)
         evaluate_s.begin(now_s, was.evaluate_s)
         evaluate_at.begin(progress, was.evaluate_base_steps)
-        for is_left, intervals in (
-            (self._save_left, self._saves),
-            (self._evaluation_left, self._evaluations),
-        ):
-            if is_left:
-                intervals[0].make_due(now_s)
-                intervals[1].make_due(progress)
-        self._save_left = self._evaluation_left = False
+        told = {"save": was.save_left, "evaluate": was.evaluation_left}
+        self._left |= {what for what, is_left in told.items() if is_left and self._is_new}
+        self._again, self._is_new = set(self._left), False
         self._copies = DueEvery(keep_s, now_s)
 
     def restart(self, now_s: float, progress: float) -> None:
         """Count everything from this moment on."""
         for by_time, by_progress in (self._saves, self._evaluations):
             by_time.last, by_progress.last = now_s, progress
-        self._save_left = self._evaluation_left = False
+        self._left, self._again = set[str](), set[str]()
 
     def timers(self, now_s: float, progress: float) -> Timers:
         """Return the timers as they stand, for the run's next processes."""
-
-        def passed(intervals: tuple[DueEvery, DueEvery], is_left: bool) -> tuple[float, float]:
-            at = zip(intervals, (now_s, progress), strict=True)
-            by_time, by_progress = (i.every or 0.0 if is_left else i.passed(t) for i, t in at)
-            return by_time, by_progress
-
-        save_s, save_at = passed(self._saves, self._save_left)
-        evaluate_s, evaluate_at = passed(self._evaluations, self._evaluation_left)
+        (save_s, save_at), (evaluate_s, evaluate_at) = self._saves, self._evaluations
         return Timers(
-            save_s=save_s,
-            save_base_steps=save_at,
-            evaluate_s=evaluate_s,
-            evaluate_base_steps=evaluate_at,
+            save_s=save_s.passed(now_s),
+            save_base_steps=save_at.passed(progress),
+            evaluate_s=evaluate_s.passed(now_s),
+            evaluate_base_steps=evaluate_at.passed(progress),
+            save_left="save" in self._left,
+            evaluation_left="evaluate" in self._left,
         )
 
     def asked(
@@ -488,27 +480,41 @@ class Due:
     ) -> Control | None:
         """Return what is due at this moment, or None. Pass `progress=None` while it is unknown.
 
-        Say `will_save` and `will_evaluate` when it is about to be done: until then it counts as left to do.
         No checkpoint is due while updates are being skipped (`skipping`): it would replace one from before
-        whatever went wrong.
+        whatever went wrong. In a process that obeys another one, nothing is due by time: pass `now_s=-inf`.
         """
         at = now_s, progress or -math.inf
-        save = not skipping and _is_due(self._saves, at)
-        evaluate = _is_due(self._evaluations, at)
+        save = not skipping and (_is_due(self._saves, at) or "save" in self._again)
+        evaluate = _is_due(self._evaluations, at) or "evaluate" in self._again
         keep = not skipping and self._copies.is_due(now_s)
-        self._save_left |= save
-        self._evaluation_left |= evaluate
+        asked = {what for what, it in (("save", save), ("evaluate", evaluate)) if it}
+        self._left |= asked
+        self._again -= asked
         if not (save or evaluate or keep):
             return None
         return Control(save=save, evaluate=evaluate, keep=keep)
 
-    def will_save(self) -> None:
-        """Take note that a checkpoint is about to be made."""
-        self._save_left = False
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Make a checkpoint inside: it does not say that itself is left to do. If that fails, it is."""
+        left = self._left
+        self._left = left - {"save"}
+        try:
+            yield
+        except BaseException:
+            self._left = left
+            raise
 
-    def will_evaluate(self) -> None:
-        """Take note that an evaluation is about to begin."""
-        self._evaluation_left = False
+    def evaluated(self) -> None:
+        """Take note that an evaluation has ended."""
+        self._left = self._left - {"evaluate"}
+
+    def obeyed(self, control: Control, now_s: float) -> None:
+        """Count the seconds from now on, in a process that has saved or evaluated as another one asked."""
+        if control.save:
+            self._saves[0].last = now_s
+        if control.evaluate:
+            self._evaluations[0].last = now_s
 
     def progress_left(self, progress: float) -> float:
         """Return the base steps until something is due by progress; infinity if nothing is."""

@@ -8,6 +8,7 @@ batch have an object each (`duties/`).
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -173,7 +174,8 @@ class Loop:
                 self._regroup(ending.regroup)
             must_save = is_best or self._must_save(first)
             if must_save:
-                unsaved = self._saver.save_last(look=ending.error is None)
+                with self.keeper.due.saving():
+                    unsaved = self._saver.save_last(look=ending.error is None)
             else:
                 unsaved = self._saver.commit_last()
             failure = self._tell_hooks(unsaved)
@@ -308,15 +310,16 @@ class Loop:
         control = self.kind.decisions.received(result, self.now.batch)
         if self._ends(control):
             return False
-        due = self.keeper.due
-        if control.evaluate:
-            due.will_evaluate()
         is_best = control.evaluate and self._evaluate()
         if self._ending.stopped_by:
             return False
+        if control.evaluate:
+            self.keeper.due.evaluated()
         if control.save or is_best:
-            due.will_save()
-            self._saver.save()
+            with self.keeper.due.saving():
+                self._saver.save()
+        if not self.start.is_chief:
+            self.keeper.due.obeyed(control, self.clock.now())
         self._obey_quietly(control)
         return True
 
@@ -334,11 +337,13 @@ class Loop:
     def _post_what_is_due(self, result: StepResult | None) -> None:
         """Request the checkpoints, copies and evaluations that are due; process 0 does it for all.
 
-        The timers of the other processes run along: one of them may be process 0 of the next generation.
+        The timers of the other processes run along: one of them may be process 0 of the next generation. They
+        restart by time when what process 0 asked for is done, because clocks differ by what a regroup took.
         """
+        now_s = self.clock.now() if self.start.is_chief else -math.inf
         progress = None if result is None else result.metrics.progress
         skipping = result is not None and result.metrics.skipped_in_a_row > 0
-        wish = self.keeper.due.asked(self.clock.now(), progress, skipping=skipping)
+        wish = self.keeper.due.asked(now_s, progress, skipping=skipping)
         if wish is not None and self.start.is_chief:
             self.requests.post(wish)
 

@@ -1,13 +1,15 @@
 """Wishes reach the loop once, whoever posts them, and mean the same in every process."""
 
+import math
 import threading
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
-from jaxgoodput.train.config import Config, Saving
+from jaxgoodput.train.config import Config, Evaluation, Saving
 from jaxgoodput.train.control import (
     CONTROL_SIZE,
     BatchWish,
@@ -175,7 +177,7 @@ def test_a_new_generation_does_not_reset_the_timers():
         due.begin(start_s, 0.0)
         assert due.asked(start_s + 19.0, 0.0) is None
     assert due.asked(60.0, 0.0) == Control(save=True)
-    due.will_save()
+    made(due)
     assert due.asked(119.0, 0.0) is None and due.asked(120.0, 0.0) == Control(save=True)
 
 
@@ -183,25 +185,69 @@ def test_a_generation_that_goes_back_counts_progress_from_there():
     due = due_of(every_base_steps=10.0)
     due.begin(0.0, 0.0)
     assert due.asked(1.0, 12.0) == Control(save=True)
-    due.will_save()
+    made(due)
     due.begin(2.0, 5.0)  # what came after was lost
     assert due.asked(3.0, 14.0) is None
     assert due.asked(4.0, 15.0) == Control(save=True)
 
 
-def test_what_was_asked_for_and_not_done_is_due_at_once_in_the_next_generation():
+def made(due):
+    with due.saving():
+        pass
+
+
+def test_what_was_asked_for_and_not_done_is_asked_for_again_in_the_next_generation():
     due = due_of(every_s=60.0, every_base_steps=10.0)
     due.begin(0.0, 0.0)
     assert due.asked(60.0, 3.0) == Control(save=True)
+    with pytest.raises(OSError), due.saving():
+        assert not due.timers(60.0, 3.0).save_left  # which this checkpoint will hold
+        raise OSError("another process died while it saved")
     left = due.timers(61.0, 3.0)
-    assert (left.save_s, left.save_base_steps) == (60.0, 10.0)
+    assert left.save_left
     other = due_of(every_s=60.0, every_base_steps=10.0)  # in another process
     for next_, earlier in ((due, None), (other, left)):
         next_.begin(100.0, 3.0, earlier=earlier)
-        assert next_.asked(101.0, 4.0) == Control(save=True)
-        next_.will_save()
-        next_.begin(102.0, 4.0)
-        assert next_.asked(103.0, 5.0) is None
+        assert next_.asked(101.0, None) == Control(save=True)
+        assert next_.asked(102.0, 4.0) is None  # once a generation
+        made(next_)
+        assert not next_.timers(103.0, 4.0).save_left
+        next_.begin(104.0, 4.0)
+        assert next_.asked(105.0, 5.0) is None
+
+
+def test_an_evaluation_that_was_cut_is_asked_for_again():
+    limits, evaluation = BatchLimits(base=8, max=8), Evaluation(every_s=60.0)
+    due = Due(Config(workdir="x", batch=limits, base_steps=1e3, evaluation=evaluation))
+    due.begin(0.0, 0.0)
+    assert due.asked(60.0, 1.0) == Control(evaluate=True)
+    due.begin(61.0, 1.0)
+    assert due.asked(62.0, 1.0) == Control(evaluate=True)
+    due.evaluated()
+    due.begin(63.0, 1.0)
+    assert due.asked(64.0, 1.0) is None
+
+
+def test_a_process_whose_clock_lags_owes_nothing_that_was_done():
+    """It joined while the others regrouped for 20 s, which count as training only for them."""
+    chief, joined = due_of(every_s=60.0), due_of(every_s=60.0)
+    chief.begin(0.0, 0.0)
+    joined.begin(30.0, 0.0, earlier=told_10_s())
+    assert chief.asked(60.0, 1.0) == Control(save=True)
+    assert joined.asked(-math.inf, 1.0) is None
+    made(chief)
+    made(joined)
+    joined.obeyed(Control(save=True), 61.0)
+    assert joined.asked(-math.inf, 2.0) is None
+    joined.begin(100.0, 2.0)  # it decides now
+    assert joined.asked(120.0, 3.0) is None
+    assert joined.asked(121.0, 3.0) == Control(save=True)
+
+
+def told_10_s():
+    due = due_of(every_s=60.0)
+    due.begin(0.0, 0.0)
+    return due.timers(10.0, 0.0)
 
 
 def test_copies_come_soon_and_then_as_they_cost_and_hosts_fail():

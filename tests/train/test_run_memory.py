@@ -202,8 +202,8 @@ def test_what_is_due_does_not_depend_on_who_trains(stays, every_s, every_base_st
             now_s, progress = now_s + step_s, progress + 1
             wish = due.asked(now_s, progress)
             if wish is not None and not (is_cut and step == num_steps):
-                due.will_save()
-                count += 1
+                with due.saving():
+                    count += 1
         earlier = told_again(due.timers(now_s, progress))
     by_time = progress * step_s / every_s
     by_progress = progress / every_base_steps if every_base_steps else 0.0

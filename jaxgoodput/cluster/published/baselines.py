@@ -128,6 +128,8 @@ def _in_order(queue: Iterable[tuple[JobView, int, str]], cluster: ClusterSpec) -
 
 def _as_asked(job: JobView) -> int:
     """Return the number of devices that the job's user would pick, between the job's least and most."""
+    if job.spec.mode == "rigid" and job.spec.num_devices:
+        return job.spec.num_devices
     wanted = job.spec.num_devices or job.rigid_shape_hint or job.spec.min_devices
     return max(job.spec.min_devices, min(wanted, job.spec.max_devices))
 

@@ -185,7 +185,7 @@ def nodes_of(sizes):
         st.tuples(
             st.sampled_from(["a.py", "b.py", "c.sh"]),
             st.sampled_from([1, 2, 8]),
-            st.floats(1.0, 1e6),
+            st.one_of(st.just(0.0), st.floats(1.0, 1e6)),
         ),
         max_size=5,
     ),
@@ -201,7 +201,7 @@ def test_the_plan_is_the_one_that_the_service_makes(sizes, jobs, over, policy):
         submission = Submission(spec=spec, command=("python", script))
         entries[spec.id] = JobEntry(
             submission=submission, secret="s", submitted_s=0.0, phase="done",
-            finished_s=500.0, received_s={"h200": used_s},
+            finished_s=500.0, received_s={"h200": used_s} if used_s else {},
         )  # fmt: skip
     for number, (mode, size, since_s, runs, script) in enumerate(jobs):
         most = size if mode == "rigid" else 2 * size
@@ -301,12 +301,16 @@ def test_a_job_whose_script_ended_soon_before_goes_first():
     "policy", [name for name, entry in catalogue().items() if not entry.sharing]
 )
 def test_a_job_of_another_size_or_of_unknown_work_costs_no_plan(policy, remaining):
-    """Policies that resize no job take it from its devices, or leave it there, but plan."""
+    """Policies that resize no job leave it at its size, also if more would fit by now."""
     waits = [{"id": f"w{i}", "max_devices": 2, "remaining": remaining} for i in range(3)]
     held = {"id": "h", "max_devices": 2, "remaining": 9.0, "since_s": 0.0}
     held |= {"allocation": {"n0": [0]}}
     plan = decide(request_of(1, 4, *waits, held, policy=policy))
-    assert [job.id for job in plan.jobs] == ["w0", "w1", "w2", "h"]
+    *_, h = plan.jobs
+    if catalogue()[policy].mode != "adaptive":
+        assert h.num_devices in (0, 1)
+    if policy == "static":
+        assert h.change == "none" and dict(h.allocation) == {"n0": (0,)}
 
 
 def test_cpus_memory_and_preferred_kinds_are_kept_and_explained():

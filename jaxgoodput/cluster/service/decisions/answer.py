@@ -125,11 +125,13 @@ def _views(request: DecisionRequest, named: PolicyEntry) -> tuple[JobView, ...]:
     held = {shape_of(job.allocation, kind_of) for job in request.jobs}
     usual = {*shapes(cluster)}
     offered = {*usual, *(shape for shape in held if shape is not None)}
-    views, experience = [], Experience(request.ended)
+    # As in the service, a job that never ran says nothing about how long jobs run.
+    views, experience = [], Experience(job for job in request.ended if job.device_s > 0.0)
     for job in request.jobs:
         spec = job.spec
         if named.mode != "adaptive":
-            spec = rigid_spec(spec, job.devices_per_process, cluster)
+            held = sum(map(len, job.allocation.values()))
+            spec = rigid_spec(spec, job.devices_per_process, held, cluster)
         own = own_shapes(cluster, spec)
         _require_offered(job, usual | own)
         table = _table(job, spec, sorted(offered | own), request.now_s)

@@ -160,20 +160,22 @@ def avoided_by(reported: faults.Faults, job: str, now_s: float) -> dict[str, Avo
 
 def _rigid(entry: JobEntry, cluster: ClusterSpec) -> JobEntry:
     """Return a job for a policy that does not resize jobs."""
-    spec = rigid_spec(entry.spec, entry.submission.devices_per_process, cluster)
+    each, held = entry.submission.devices_per_process, entry.allocation.num_devices
+    spec = rigid_spec(entry.spec, each, held, cluster)
     submission = dataclasses.replace(entry.submission, spec=spec)
     return dataclasses.replace(entry, submission=submission)
 
 
-def rigid_spec(spec: JobSpec, each: int, cluster: ClusterSpec) -> JobSpec:
+def rigid_spec(spec: JobSpec, each: int, held: int, cluster: ClusterSpec) -> JobSpec:
     """Return the spec for a policy that does not resize jobs: with a fixed size, the most that it may have.
 
-    `each` is the number of devices of each process.
+    A job that has devices, `held` of them, stays at this size, also when nodes come and go. `each` is the
+    number of devices of each process.
     """
     if spec.mode != "adaptive":
         return spec
-    total = sum(node.num_devices for node in cluster.nodes)
-    size = spec.num_devices or max(min(spec.max_devices, total) // each, 1) * each
+    most = held or sum(node.num_devices for node in cluster.nodes)
+    size = spec.num_devices or max(min(spec.max_devices, most) // each, 1) * each
     return dataclasses.replace(spec, mode="rigid", num_devices=size)
 
 
