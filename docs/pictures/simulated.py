@@ -1,13 +1,14 @@
 """Draws what docs/howto/simulate.md shows of the simulator: its outputs, and docs/simulate.png.
 
     python docs/pictures/simulated.py            # takes half a minute; the picture needs the extra `plots`
-    python docs/pictures/simulated.py --check    # exit code 1 if the outputs on the page differ from today's
+    python docs/pictures/simulated.py --check    # shows how outputs differ from today's; then exit code 1
 
 An output is a block of `text` below the comment `<!-- printed -->`. It is what the last command above it
 prints, without the times of decisions, which differ from run to run.
 """
 
 import argparse
+import difflib
 import pathlib
 import re
 import shlex
@@ -82,8 +83,19 @@ def main() -> int:
         folder = pathlib.Path(name)
         new = redrawn(text, folder)
         if options.check:
+            sys.stdout.writelines(
+                difflib.unified_diff(
+                    text.splitlines(keepends=True), new.splitlines(keepends=True), "page", "today"
+                )
+            )
             return int(new != text)
-        shutil.copy(folder / "gantt-goodput.png", PICTURE)
+        drawn = folder / "gantt-goodput.png"
+        if not drawn.exists():
+            raise SystemExit(
+                "The simulator has drawn no picture, because matplotlib is not installed. Install the extra: "
+                "pip install 'jaxgoodput[plots]'"
+            )
+        shutil.copy(drawn, PICTURE)
     PAGE.write_text(new)
     return 0
 
