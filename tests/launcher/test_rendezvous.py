@@ -58,6 +58,7 @@ class World:
         self.hosts = set()
         self.count = 0
         self.steps = 0  # of the run
+        self.begun = set()  # generations that have trained
         self.stopped = set()  # processes that stand still
         self.ended = None
         self.log = []
@@ -102,7 +103,6 @@ class World:
                 # What any process has done that lives, the next generation goes on from.
                 assert action.holds == self.newest(action.ranks)
                 assert not any(machine.cut_off_from(name, action.ranks) for name in action.ranks)
-                self.steps = min(self.steps, max(action.holds, 0))
             if isinstance(action, ev.Tell) and action.decision.decision == "left out":
                 left = [m for m in machine.members.values() if not m.leaves]
                 assert len(left) >= machine.limits.least, "others suffice without who is left out"
@@ -324,6 +324,9 @@ class World:
                         is_leased=False,
                     )
                     self.happen(ev.Beat(process.name, generation, process.step, pace))
+                if generation not in self.begun:  # one that never trains has lost nothing
+                    self.begun.add(generation)
+                    self.steps = min(self.steps, max(ranks[0].form.holds, 0))
                 steps = {p.step for p in ranks}
                 assert len(steps) == 1, "all are at one step"
                 assert ranks[0].step == self.steps + 1, "no step is left out, none is done twice"
