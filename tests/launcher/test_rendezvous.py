@@ -288,6 +288,8 @@ class World:
         self.happen(ev.Tick())
 
     def wait(self, process):
+        if process.state == "dead":  # ended by what a process before it in the same round caused
+            return
         process.state = "waiting"
         generation, step = process.generation, process.step
         self.happen(ev.Ready(process.name, generation, step, place=process.place))
