@@ -4,8 +4,10 @@
 
 Clusters of one and of three kinds at the same load, and such with racks, which a third of the jobs must not
 leave, and eight tenants below two others, with guarantees, limits and hourly budgets. A round: ten of a
-hundred jobs end and others arrive, some have learned to grow; then one decision. Tables are timed apart:
-reading the goodput of every job on every shape into a matrix. Times are CPU time of one core, and wall time.
+hundred jobs end and others arrive, some have learned to grow; then one decision. A quarter of the jobs tell
+the work they have left; that of the others is guessed from earlier runs of `SCRIPTS` scripts, as in the
+service. Tables are timed apart: reading the goodput of every job on every shape into a matrix. Times are CPU
+time of one core, and wall time.
 """
 
 import argparse
@@ -16,9 +18,11 @@ import numpy as np
 
 from jaxgoodput.cluster.scheduler import Goodput, JobView, ShapeProblem, shape_of, shapes
 from jaxgoodput.cluster.scheduler.fair_share import faded
+from jaxgoodput.cluster.scheduler.work_left import EndedJob, Experience
 from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node, Tenant
 
 TEAMS = tuple(f"team-{i}" for i in range(8))
+SCRIPTS = 100
 ROW = "{:>8} {:>6} {:>6} {:>9} {:>11} {:>11} {:>11} {:>11} {:>9} {:>8}"
 
 
@@ -56,7 +60,17 @@ def with_tenants(cluster):
     return replace(cluster, nodes=tuple(nodes), tenants=(*labs, *teams), price_per_hour=prices)
 
 
-def new_job(rng, index, offered, now_s, tenants=()):
+def ended_before(rng):
+    """What is known of jobs that have ended: a hundred runs of each script, each script of its own length."""
+    typical_s = 10.0 ** rng.uniform(3.0, 5.0, SCRIPTS)
+    return Experience(
+        EndedJob(f"train-{i}.py", "team", 1, float(typical_s[i] * rng.lognormal()))
+        for i in range(SCRIPTS)
+        for _ in range(100)
+    )
+
+
+def new_job(rng, index, offered, now_s, known, tenants=()):
     """A job of its own scaling, limits and preference for a kind."""
     largest = int(2 ** rng.integers(0, 7))
     power = rng.uniform(0.5, 0.97)
@@ -70,8 +84,15 @@ def new_job(rng, index, offered, now_s, tenants=()):
     if tenants:
         level = "rack" if rng.random() < 1 / 3 else None
         spec = replace(spec, tenant=tenants[int(rng.integers(len(tenants)))], level=level)
+    tells = rng.random() < 0.25
     return JobView(
-        spec=spec, goodput=table, submitted_s=now_s, largest_profiled=largest, restart_s=30.0
+        spec=spec,
+        goodput=table,
+        submitted_s=now_s,
+        largest_profiled=largest,
+        restart_s=30.0,
+        remaining=float(rng.uniform(1e3, 1e6)) if tells else None,
+        work_guess=known.guess(f"train-{rng.integers(SCRIPTS)}.py", "team", 1),
     )
 
 
@@ -82,16 +103,15 @@ def after(view, allocation, now_s, span_s, rng):
         received["all"] = received.get("all", 0.0) + span_s * allocation.num_devices
     changed = allocation.devices != view.allocation.devices
     bend = rng.normal(0.0, 0.03)
-    return JobView(
-        spec=view.spec,
+    left = view.remaining
+    return replace(
+        view,
         goodput={s: g * s.num_devices**bend for s, g in view.goodput.items()},
         allocation=allocation,
-        submitted_s=view.submitted_s,
         since_s=None if not allocation.devices else now_s if changed else view.since_s,
         num_restarts=view.num_restarts + bool(changed and view.allocation.devices),
-        restart_s=view.restart_s,
         received_s=received,
-        largest_profiled=view.largest_profiled,
+        remaining=None if left is None else 0.95 * left,
     )
 
 
@@ -99,10 +119,10 @@ def measure(num_devices, num_jobs, num_kinds, rounds, policy, tenants=()):
     rng = np.random.default_rng(num_devices + num_kinds)
     cluster = cluster_of(num_devices, num_kinds)
     cluster = with_tenants(cluster) if tenants else cluster
-    offered, had_s = shapes(cluster), {}
+    offered, had_s, known = shapes(cluster), {}, ended_before(rng)
     kind_of = {node.name: node.kind for node in cluster.nodes}
     now_s, count = 0.0, num_jobs
-    jobs = [new_job(rng, i, offered, 0.0, tenants) for i in range(num_jobs)]
+    jobs = [new_job(rng, i, offered, 0.0, known, tenants) for i in range(num_jobs)]
     tables, spent, walls, gaps = [], [], [], []
     same, kept = 0, 0
     for turn in range(rounds + 2):
@@ -129,7 +149,7 @@ def measure(num_devices, num_jobs, num_kinds, rounds, policy, tenants=()):
         following = []
         for view in jobs:
             if rng.random() < 0.1:
-                following.append(new_job(rng, count, offered, now_s, tenants))
+                following.append(new_job(rng, count, offered, now_s, known, tenants))
                 count += 1
             else:
                 given = decision.allocations.get(view.spec.id, Allocation())
