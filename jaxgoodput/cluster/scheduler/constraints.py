@@ -51,7 +51,7 @@ class Constraints:
     held: Mapping[str, str]
     """Jobs that keep their devices, each with the reason."""
     refused: Mapping[str, str]
-    """Jobs that cannot run, each with the reason."""
+    """Jobs that cannot run, or not before nodes are back, each with the reason."""
     remarks: Mapping[str, str]
     """Warnings for users, by job id."""
     reserved: Mapping[str | None, Devices]
@@ -90,10 +90,12 @@ def constraints_of(
     solvent = {id_: view for id_, view in views.items() if id_ not in spent}
     held = _held(solvent, nodes, now_s)
     movable = [view for id_, view in solvent.items() if id_ not in held]
+    unknown = _unknown_needs(movable, cluster, policy)
     return Constraints(
         views=views,
         held=held,
-        refused=spent | _unknown_needs(movable, cluster, policy) | empty.refusals(movable),
+        refused={id_: f"refused: {why}" for id_, why in (spent | unknown).items()}
+        | empty.refusals(movable),
         remarks=remarks,
         reserved=_reserved(views, held, cluster, now_s),
     )
@@ -311,6 +313,7 @@ class _EmptyCluster:
         self._domains = Domains(cluster)
         self._cluster, self._is_limited = cluster, some_limited(cluster)
         self._known: dict[tuple[Shape, str | None, Amounts], bool] = {}
+        self._all_up: _EmptyCluster | None = None  # made if a job cannot run
 
     def with_table(self, view: JobView) -> JobView:
         """Return the job with the goodput table that is assumed of it if it has none."""
@@ -320,18 +323,39 @@ class _EmptyCluster:
         return found
 
     def refusals(self, views: Iterable[JobView]) -> dict[str, str]:
-        """Return, by id, why jobs could not run even alone in the cluster; those that could are left out."""
+        """Return, by id, why jobs could not run even alone in the cluster; those that could are left out.
+
+        A job is not refused, but waits, if it could run alone once nodes that are down or draining are back.
+        """
         return {
-            view.spec.id: needs_reason(view, self._cluster)
-            or no_shape_reason(
-                view,
-                self._devices,
-                self._has_room,
-                has_table=view.spec.id not in self._without_table,
-            )
+            view.spec.id: f"waits until nodes are back: {why}"
+            if self._could_run_later(view)
+            else f"refused: {why}"
             for view in views
             if not any(self.could_run(view.spec, shape) for shape in view.goodput)
+            for why in (self._why_not(view),)
         }
+
+    def _why_not(self, view: JobView) -> str:
+        return needs_reason(view, self._cluster) or no_shape_reason(
+            view,
+            self._devices,
+            self._has_room,
+            has_table=view.spec.id not in self._without_table,
+        )
+
+    def _could_run_later(self, view: JobView) -> bool:
+        """Return whether a job could run alone if all nodes were up."""
+        nodes = self._cluster.nodes
+        if all(node.state == "up" for node in nodes):
+            return False
+        if self._all_up is None:
+            up = tuple(dataclasses.replace(node, state="up") for node in nodes)
+            self._all_up = _EmptyCluster(dataclasses.replace(self._cluster, nodes=up))
+        later = view
+        if view.spec.id in self._without_table:
+            later = self._all_up.with_table(dataclasses.replace(view, goodput={}))
+        return any(self._all_up.could_run(later.spec, shape) for shape in later.goodput)
 
     def could_run(self, spec: JobSpec, shape: Shape) -> bool:
         """Return whether the job could run with that shape if no other job used the cluster."""

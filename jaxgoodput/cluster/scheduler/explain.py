@@ -29,7 +29,7 @@ from jaxgoodput.specs import ClusterSpec, Node, Tenant
 
 Constraint = Literal[
     "none",  # it runs
-    "refused",  # it could not run even alone
+    "refused",  # it could not run even alone, at present
     "budget",  # its own budget is spent
     "quota",
     "tenant limit",

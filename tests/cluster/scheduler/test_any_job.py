@@ -41,13 +41,18 @@ def test_sizes_between_a_jobs_limits_are_offered(mode, least, most):
 
 @settings(max_examples=150, deadline=None)
 @given(nodes(), job_recipes())
-def test_a_job_that_is_alone_runs_or_is_refused(recipe, recipes):
+def test_a_job_that_is_alone_runs_or_waits_for_nodes_or_is_refused(recipe, recipes):
     cluster = cluster_of(recipe)
+    up = tuple(dataclasses.replace(node, state="up") for node in cluster.nodes)
+    whole = dataclasses.replace(cluster, nodes=up)
     for fields in recipes:
         spec = JobSpec(id="x", **{k: v for k, v in fields.items() if k != "restart_s"})
-        plan = reconcile([JobView(spec=spec)], cluster, Goodput(), 0.0)
-        runs = bool(plan.allocations["x"].devices)
-        assert runs != plan.reasons["x"].startswith("refused"), plan.reasons
+        now, later = (reconcile([JobView(spec=spec)], c, Goodput(), 0.0) for c in (cluster, whole))
+        runs, could = (bool(plan.allocations["x"].devices) for plan in (now, later))
+        assert could or not runs
+        said = now.reasons["x"]
+        assert said.startswith("waits until nodes are back: ") == (could and not runs), said
+        assert said.startswith("refused: ") == (not could), said
 
 
 @settings(max_examples=200, deadline=None)

@@ -82,7 +82,7 @@ def due(problem: ShapeProblem, guaranteed: float, patience_s: float) -> DueJobs:
     if clusters <= FEW_MORE:
         soon_s = max(SOON * patience_s, RESTARTS * float(problem.restart_s()[can].max(initial=0.0)))
         most[problem.paused()] = min(soon_s, TOO_LONG * clusters * patience_s)
-    waited_s = np.where(waited_s > most, waited_s, 0.0)
+    waited_s = np.where(waited_s >= most, waited_s, 0.0)
     return DueJobs(due=behind | (waited_s > 0.0), behind=behind, waited_s=waited_s)
 
 

@@ -151,10 +151,13 @@ def service(wanted: ManifestOptions) -> list[dict[str, Any]]:
 def nodes(wanted: ManifestOptions) -> list[dict[str, Any]]:
     """Return the objects of agents that hold the devices of whole nodes and run jobs there."""
     role = "node"
+    size = _size(wanted, wanted.num_devices)
+    # Jobs run in the agent's own pod, so what it may use is what the node has for them.
+    has = ["--cpus", f"{size.cpus:g}", "--memory", f"{size.memory_gib:g}"]
     body = pod(
         image=wanted.image,
-        command=[*_agent(wanted, "$(POD_NAME)", wanted.num_devices)],
-        size=_size(wanted, wanted.num_devices),
+        command=[*_agent(wanted, "$(POD_NAME)", wanted.num_devices), *has],
+        size=size,
         user_id=wanted.user_id,
         grace_s=wanted.pod_grace_s,
         mounts=(secret(wanted.named(role), SECRETS), _folder(wanted, "work")),

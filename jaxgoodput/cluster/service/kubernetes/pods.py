@@ -13,7 +13,9 @@ from jaxgoodput._fields.typed import shortened
 CONTAINER = "jaxgoodput"
 SCRATCH = "/tmp"  # the only folder of the image that can be written to
 SHARED_MEMORY = "/dev/shm"
-_QUANTITY = r"[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?"
+_QUANTITY = r"([0-9]+(?:\.[0-9]+)?)(m|k|Ki|M|Mi|G|Gi|T|Ti)?"
+_UNITS = {None: 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_UNITS |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 
@@ -38,11 +40,32 @@ class PodSize:
                 )
 
     @property
+    def cpus(self) -> float:
+        """Processors, as a number."""
+        return _number(self.cpu)
+
+    @property
+    def memory_gib(self) -> float:
+        """Memory in GiB, without /dev/shm, which may fill up."""
+        return max(_number(self.memory) - _number(self.shared_memory), 0.0) / 2**30
+
+    @property
     def resources(self) -> dict[str, Any]:
         """The `resources` of the container; requests equal limits, so that the pod is evicted last."""
         amounts = {"cpu": self.cpu, "memory": self.memory}
         amounts |= {name: str(number) for name, number in self.devices.items()}
         return {"requests": amounts, "limits": dict(amounts)}
+
+
+def _number(quantity: str) -> float:
+    """Return a Kubernetes quantity as a number.
+
+    >>> _number("500m"), _number("2Ki")
+    (0.5, 2048.0)
+    """
+    found = re.fullmatch(_QUANTITY, quantity)
+    assert found is not None  # `PodSize` has checked it
+    return float(found[1]) * _UNITS[found[2]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,6 +162,10 @@ def test_its_pods_run_commands_that_there_are(changes, tmp_path):
     assert {token.role for token in read_tokens(serve.tokens).tokens} == {"operator", "node"}
     assert node.scheduler == pods.scheduler == "https://cluster-service:8765"
     assert (node.devices, pods.devices) == (8, 24)
+    size = manifests.nodes(options)[0]["spec"]["template"]["spec"]["containers"][0]["resources"]
+    assert size["limits"]["cpu"] == options.cpu
+    assert (node.cpus, node.memory) == (8.0, 24.0)  # 32 GiB, 8 of which may be /dev/shm
+    assert pods.cpus is None and pods.memory is None  # each process has a pod of its own
     assert node.token_file.read_text().strip() in serve.tokens.read_text()
     ssl.create_default_context(cafile=str(node.ca))
     assert pods.pods is not None and pods.elastic_jobset is options.elastic_jobset
