@@ -50,6 +50,8 @@ Layouts:
   Strategy              How a model is copied and cut over devices
   candidates            Return every strategy that uses all of `num_devices`, plain data parallelism first
   pipeline              Apply `layer(params, x) -> x` for every layer of a stack in turn
+  ring_attention        Return attention over positions that are cut over "context": keys go round in a ring
+  all_to_all_attention  Return attention over positions that are cut over "context": devices exchange heads
   bubble_fraction       Return the fraction of a pipeline's time in which a stage waits: (S - 1) / (M + S - 1)
   Layout                A strategy on real devices
   Problem               What is trained: the user's functions, and how the noise of their gradient is measured
@@ -116,6 +118,7 @@ _NAMES = {
     "optim.named": "InTurns",
     "optim.noise": "NoiseSample value_grad_and_noise",
     "parallel.pipeline": "bubble_fraction pipeline",
+    "parallel.ring": "all_to_all_attention ring_attention",
     "parallel.strategy": "Layout Strategy candidates",
     "train.checkpoints.saved": "FromCheckpoint load",
     "train.ask.own_loop": "Tuner",

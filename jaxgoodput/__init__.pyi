@@ -49,6 +49,8 @@ from jaxgoodput.optim.noise import NoiseSample as NoiseSample
 from jaxgoodput.optim.noise import value_grad_and_noise as value_grad_and_noise
 from jaxgoodput.parallel.pipeline import bubble_fraction as bubble_fraction
 from jaxgoodput.parallel.pipeline import pipeline as pipeline
+from jaxgoodput.parallel.ring import all_to_all_attention as all_to_all_attention
+from jaxgoodput.parallel.ring import ring_attention as ring_attention
 from jaxgoodput.parallel.strategy import Layout as Layout
 from jaxgoodput.parallel.strategy import Strategy as Strategy
 from jaxgoodput.parallel.strategy import candidates as candidates

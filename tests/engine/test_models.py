@@ -89,6 +89,8 @@ def named(*names):
 
 
 class LinenBlock(nn.Module):
+    attention: Callable[..., Any] = attended
+
     @nn.compact
     def __call__(self, x, _):
         def heads(name):
@@ -98,7 +100,7 @@ class LinenBlock(nn.Module):
 
         x = with_logical_constraint(x, ("batch", "length", "embed"))
         h = nn.LayerNorm(name="norm")(x)
-        y = attended(heads("query"), heads("key"), heads("value"))
+        y = self.attention(heads("query"), heads("key"), heads("value"))
         init = named("heads", "kv", "embed")
         x = x + nn.DenseGeneral(WIDTH, axis=(-2, -1), kernel_init=init, name="out")(y)
         y = nn.Dense(HIDDEN, kernel_init=named("embed", "mlp"), name="up")(nn.LayerNorm()(x))
@@ -109,6 +111,7 @@ class LinenBlock(nn.Module):
 
 class LinenTransformer(nn.Module):
     axis: int
+    attention: Callable[..., Any] = attended
 
     @nn.compact
     def __call__(self, tokens):
@@ -120,12 +123,12 @@ class LinenTransformer(nn.Module):
             length=LAYERS,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        x, _ = layers(name="layers")(table(tokens), None)
+        x, _ = layers(self.attention, name="layers")(table(tokens), None)
         return table.attend(nn.LayerNorm()(x))
 
 
-def linen(axis=0):
-    model = jg.from_linen(LinenTransformer(axis), axes=AXES)
+def linen(axis=0, attention=attended):
+    model = jg.from_linen(LinenTransformer(axis, attention), axes=AXES)
     return of_tokens(
         model.train,
         lambda key: model.init(key, jnp.zeros((1, LENGTH), jnp.int32)),
@@ -280,6 +283,10 @@ def llama_init(key):
 MODELS = {
     "linen": linen,
     "linen_axis_1": functools.partial(linen, axis=1),
+    "ring": functools.partial(linen, attention=functools.partial(jg.ring_attention, causal=True)),
+    "heads_exchanged": functools.partial(
+        linen, attention=functools.partial(jg.all_to_all_attention, causal=True)
+    ),
     "nnx": of_nnx,
     "mixture": lambda: of_tokens(mixture_logits, mixture_init),
     "images": images,
@@ -291,6 +298,8 @@ MODELS = {
 OFTEN = {
     "linen": (Strategy(data=2, fsdp=2, tensor=2),),
     "linen_axis_1": (Strategy(fsdp=4, tensor=2),),
+    "ring": (Strategy(fsdp=2, context=4),),
+    "heads_exchanged": (Strategy(tensor=2, context=4),),
     "nnx": (DATA8,),
     "mixture": (Strategy(fsdp=4, expert=2),),
     "images": (Strategy(fsdp=8),),
@@ -301,6 +310,7 @@ OFTEN = {
 QUICK = ("linen", "linen_axis_1")
 SELDOM = {
     "linen_axis_1": (Strategy(fsdp=4, context=2),),
+    "ring": (Strategy(data=2, context=2, tensor=2),),
     "pipeline": (
         Strategy(data=4, stage=2),
         Strategy(fsdp=2, stage=4),
