@@ -1,9 +1,13 @@
-"""Batches of documents whose lengths differ much, padded so that little computation is wasted.
+"""Batches of documents whose lengths differ much, padded or packed so that little computation is wasted.
 
-A batch of documents is divided into groups by length, and each group is padded to a length of its own. A few
-lengths remove most of the padding that a single length needs. Each length is a shape, which is compiled once;
-`best_lengths` finds those that waste least. This file does not know what the values of a document mean: your
-loss must ignore positions behind a document's end (`num_tokens`) and rows without a document (`mask`).
+*Padded*: a batch of documents is divided into groups by length, and each group is padded to a length of its
+own. A few lengths remove most of the padding that a single length needs. Each length is a shape, which is
+compiled once; `best_lengths` finds those that waste least. This file does not know what the values of a
+document mean: your loss must ignore positions behind a document's end (`num_tokens`) and rows without a
+document (`mask`).
+
+*Packed*: several documents share a row, and one shape is enough. The model must not look from one document
+into another (`PackedRows.segments`), and positions count from the start of each (`PackedRows.positions`).
 """
 
 from collections.abc import Sequence
@@ -23,6 +27,38 @@ class PaddedRows:
     """Length of each row's document; 0 for a row without a document."""
     mask: Float[np.ndarray, " rows"]
     """1 for a row with a document, 0 without."""
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Documents of tokens in rows of one length, several to a row, padded at the end."""
+
+    tokens: Integer[np.ndarray, "rows length"]
+    """Documents one after another, followed by zeros."""
+    segments: Int[np.ndarray, "rows length"]
+    """Number of the document in its row, from 1; 0 behind the last. Pass it to `jg.ring_attention`."""
+    positions: Int[np.ndarray, "rows length"]
+    """Position in the document, from 0."""
+
+    @property
+    def density(self) -> float:
+        """Share of the positions that hold a token of a document."""
+        return float((self.segments > 0).mean())
+
+    def next_tokens(
+        self,
+    ) -> tuple[Integer[np.ndarray, "rows length"], Float[np.ndarray, "rows length"]]:
+        """Return the token that follows each position, and its weight in the loss.
+
+        The weight is 1 inside a document, and 0 at its last token and behind the last document. Give the loss
+        as `jg.Loss((losses * weights).sum(-1), weights.sum(-1))`: then every token counts the same, however
+        documents share rows.
+        """
+        targets = np.roll(self.tokens, -1, axis=1)
+        follows = (self.segments[:, 1:] == self.segments[:, :-1]) & (self.segments[:, 1:] > 0)
+        weights = np.zeros(self.tokens.shape, np.float32)
+        weights[:, :-1] = follows
+        return targets, weights
 
 
 def best_lengths(
@@ -157,3 +193,64 @@ def micro_batches(
     """Pad all documents in order, `num_rows` at a time; only the last may have rows without a document."""
     starts = range(0, len(documents), num_rows)
     return [padded(documents[i : i + num_rows], length=length, num_rows=num_rows) for i in starts]
+
+
+def share_rows(
+    document_lengths: Sequence[int] | Int[np.ndarray, " documents"], length: int
+) -> tuple[Int[np.ndarray, " row"], ...]:
+    """Return the indices of the documents that share each row of `length` tokens, in few rows.
+
+    Best fit, the longest documents first: at most 11/9 of the fewest rows possible, and one more (Johnson et
+    al. 1974). Rows come in the order of their first documents.
+
+    Raises ValueError if a document is empty or longer than `length`.
+
+    >>> [row.tolist() for row in share_rows([30, 60, 40, 50, 20], 100)]
+    [[0, 3, 4], [1, 2]]
+    """
+    sizes = np.asarray(document_lengths, np.int64)
+    if len(sizes) and not 0 < sizes.min() <= sizes.max() <= length:
+        wrong = int(np.flatnonzero((sizes < 1) | (sizes > length))[0])
+        raise ValueError(
+            f"document {wrong} has {sizes[wrong]} tokens, and a row holds 1 to {length}. Split it, truncate "
+            "it or leave it out."
+        )
+    rows: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}
+    rooms = 0  # the bit of each room that a row has
+    for document in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[document])
+        if large_enough := rooms >> size:
+            room = size + (large_enough & -large_enough).bit_length() - 1
+            row = by_room[room].pop()
+            if not by_room[room]:
+                rooms ^= 1 << room
+            rows[row].append(document)
+        else:
+            room, row = length, len(rows)
+            rows.append([document])
+        if left := room - size:
+            by_room.setdefault(left, []).append(row)
+            rooms |= 1 << left
+    return tuple(np.array(row) for row in sorted(map(sorted, rows)))
+
+
+def packed(documents: Sequence[Integer[np.ndarray, " _"]], *, length: int) -> PackedRows:
+    """Return documents in rows of `length` tokens, shared as `share_rows` chooses; no document is split.
+
+    Raises ValueError if there are no documents, or if one is empty or longer than `length`.
+    """
+    if not len(documents):
+        raise ValueError("packed needs at least one document; got none.")
+    rows = share_rows([len(document) for document in documents], length)
+    tokens = np.zeros((len(rows), length), np.asarray(documents[0]).dtype)
+    segments, positions = np.zeros((2, len(rows), length), np.int32)
+    for row, members in enumerate(rows):
+        begin = 0
+        for number, document in enumerate(members.tolist(), 1):
+            its = slice(begin, begin + len(documents[document]))
+            tokens[row, its] = documents[document]
+            segments[row, its] = number
+            positions[row, its] = np.arange(len(documents[document]))
+            begin = its.stop
+    return PackedRows(tokens=tokens, segments=segments, positions=positions)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -30,7 +31,7 @@ from jaxgoodput.parallel.strategy import CONTEXT_AXIS, REPLICA_AXES, TENSOR_AXIS
 
 Queries = Float[Array, "batch length heads head"]
 Keys = Float[Array, "batch length kv_heads head"]
-Segments = Int[Array, "batch length"]
+Segments = Int[Array, "batch length"] | Int[np.ndarray, "batch length"]
 
 
 class _Mask(NamedTuple):
@@ -87,8 +88,9 @@ def ring_attention(
     """
     degree = _degree()
     mask = _checked(query, key, value, causal, window, scale, degree)
+    numbers = None if segments is None else jnp.asarray(segments)
     if degree == 1:
-        return _alone(query, key, value, mask, segments)
+        return _alone(query, key, value, mask, numbers)
     zigzag = causal and window is None
     if zigzag and query.shape[1] // degree % 2:
         raise ValueError(
@@ -102,7 +104,7 @@ def ring_attention(
         found = _ring(blocks, *moved[:3], moved[3] if segments else None)
         return _from_zigzag(found, degree) if zigzag else found
 
-    return _over_devices(local, query, key, value, segments)
+    return _over_devices(local, query, key, value, numbers)
 
 
 def all_to_all_attention(
@@ -124,8 +126,9 @@ def all_to_all_attention(
     """
     degree = _degree()
     mask = _checked(query, key, value, causal, window, scale, degree)
+    numbers = None if segments is None else jnp.asarray(segments)
     if degree == 1:
-        return _alone(query, key, value, mask, segments)
+        return _alone(query, key, value, mask, numbers)
 
     def local(query: Array, key: Array, value: Array, *segments: Array) -> Array:
         heads, kv_heads = query.shape[2], key.shape[2]
@@ -144,7 +147,7 @@ def all_to_all_attention(
         mixed = _alone(query, key, value, mask, next(whole, None))
         return jax.lax.all_to_all(mixed, CONTEXT_AXIS, 1, 2, tiled=True)
 
-    return _over_devices(local, query, key, value, segments)
+    return _over_devices(local, query, key, value, numbers)
 
 
 def _degree() -> int:
@@ -247,8 +250,9 @@ def _passed_on(tree, degree: int):
     return jax.tree.map(lambda x: jax.lax.ppermute(x, CONTEXT_AXIS, to_next), tree)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(blocks: _Blocks, query: Array, key: Array, value: Array, segments: Array | None) -> Array:
+def _in_turns(
+    blocks: _Blocks, query: Array, key: Array, value: Array, segments: Array | None
+) -> Array:
     return _ring_forward(blocks, query, key, value, segments)[0]
 
 
@@ -315,6 +319,7 @@ def _ring_backward(blocks, saved, gradient):
     return _flat(jnp.concatenate(to_query, 1)).astype(query.dtype), to_key, to_value, None
 
 
+_ring = jax.custom_vjp(_in_turns, nondiff_argnums=(0,))
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
