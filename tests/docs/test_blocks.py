@@ -43,6 +43,20 @@ def test_every_block_has_a_language_and_a_reason_where_it_is_not_run(name):
             assert len(block.why_not_run.split()) > 2, f"{block.name}: no reason to speak of"
 
 
+@pytest.mark.parametrize("name", sorted(WITH_PYTHON))
+def test_a_page_uses_no_name_before_it_is_there(name):
+    """Also on pages that are run by the nightly tests only."""
+    run = [b.text for b in ALL[name] if b.language == "python" and b.why_not_run is None]
+    found = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821,F822", "-"],
+        input="\n".join(run),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert found.returncode == 0, found.stdout
+
+
 def results(names, folder) -> dict[str, str | None]:
     """What came of every page: None, or a traceback. In one process, as a user's: no types are checked."""
     done = subprocess.run(
