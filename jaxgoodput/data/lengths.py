@@ -10,6 +10,7 @@ document (`mask`).
 into another (`PackedRows.segments`), and positions count from the start of each (`PackedRows.positions`).
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -180,7 +181,7 @@ def padded(
             f"document {int(sizes.argmax())} has {sizes.max()} tokens, but its row holds {length}. Truncate "
             "it, or put it into a group of longer rows (split_by_length)."
         )
-    tokens = np.zeros((num_rows, length), documents[0].dtype)
+    tokens = np.zeros((num_rows, length), _type_of(documents))
     for row, document in zip(tokens, documents, strict=False):
         row[: len(document)] = document
     mask = (np.arange(num_rows) < len(documents)).astype(np.float32)
@@ -200,15 +201,15 @@ def share_rows(
 ) -> tuple[Int[np.ndarray, " row"], ...]:
     """Return the indices of the documents that share each row of `length` tokens, in few rows.
 
-    Best fit, the longest documents first: at most 11/9 of the fewest rows possible, and one more (Johnson et
+    Best fit, the longest documents first: at most 11/9 of the fewest rows possible, and four more (Johnson et
     al. 1974). Rows come in the order of their first documents.
 
-    Raises ValueError if a document is empty or longer than `length`.
+    Raises ValueError if a document is empty or longer than `length`, TypeError if a length is no integer.
 
     >>> [row.tolist() for row in share_rows([30, 60, 40, 50, 20], 100)]
     [[0, 3, 4], [1, 2]]
     """
-    sizes = np.asarray(document_lengths, np.int64)
+    sizes = np.asarray([operator.index(size) for size in document_lengths], np.int64)
     if len(sizes) and not 0 < sizes.min() <= sizes.max() <= length:
         wrong = int(np.flatnonzero((sizes < 1) | (sizes > length))[0])
         raise ValueError(
@@ -243,7 +244,7 @@ def packed(documents: Sequence[Integer[np.ndarray, " _"]], *, length: int) -> Pa
     if not len(documents):
         raise ValueError("packed needs at least one document; got none.")
     rows = share_rows([len(document) for document in documents], length)
-    tokens = np.zeros((len(rows), length), np.asarray(documents[0]).dtype)
+    tokens = np.zeros((len(rows), length), _type_of(documents))
     segments, positions = np.zeros((2, len(rows), length), np.int32)
     for row, members in enumerate(rows):
         begin = 0
@@ -254,3 +255,8 @@ def packed(documents: Sequence[Integer[np.ndarray, " _"]], *, length: int) -> Pa
             positions[row, its] = np.arange(len(documents[document]))
             begin = its.stop
     return PackedRows(tokens=tokens, segments=segments, positions=positions)
+
+
+def _type_of(documents: Sequence[Integer[np.ndarray, " _"]]) -> np.dtype:
+    """Return the type that holds the tokens of all documents."""
+    return np.result_type(*{np.asarray(document).dtype for document in documents})

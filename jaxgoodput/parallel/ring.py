@@ -1,16 +1,18 @@
 """Attention over sequences that are cut over the mesh axis "context": keys travel in a ring, or heads change.
 
 `ring_attention`: every device keeps its queries, and keys and values go round; each device adds what it sees
-of them with a running softmax (Liu et al. 2023, "Ring attention"). No device ever holds all keys. The
-backward pass goes round again, with the gradients of keys and values beside them, instead of saving what
-passed by. With a causal mask, the device with the last positions would do nearly all the work, so each device
-takes one block of the first half of the sequence and the block opposite to it in the second half ("zigzag");
-then every device computes two of four pairs of blocks in every turn. With a window, work is even as it is,
-and the ring ends with the last device that a window reaches.
+of them with a running softmax (Liu et al. 2023, "Ring attention"). A device holds its own keys, those that it
+computes with and those that arrive. The backward pass goes round again, with the gradients of keys and values
+beside them, instead of saving what passed by. With a causal mask, the device with the last positions would
+do nearly all the work, so each device takes one block of the first half of the sequence and the block
+opposite to it in the second half ("zigzag"); then every device computes two of four pairs of blocks in every
+turn. With a window that is short beside the sequence, work is nearly even as it is, and the ring ends with
+the last device that a window reaches. A device multiplies its queries with `KEYS_AT_ONCE` keys at a time, so
+memory grows with its positions and not with their square.
 
 `all_to_all_attention`: devices exchange parts, so that each has all positions of some heads, and exchange the
 results back (Jacobs et al. 2023, "DeepSpeed Ulysses"). It sends less, if the degree is above 2 or so and
-heads are many, but the degree must divide the heads.
+heads are many, but the degree must divide the heads, and each device attends over the whole sequence.
 
 Both equal attention on one device, up to rounding. Without a mesh, or if nothing is cut over "context", they
 are `jax.nn.dot_product_attention`.
@@ -28,6 +30,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxgoodput.parallel.strategy import CONTEXT_AXIS, REPLICA_AXES, TENSOR_AXIS
+
+KEYS_AT_ONCE = 1024  # most keys that a device's queries are multiplied with at a time
+LEAST_KEYS_AT_ONCE = 128
 
 Queries = Float[Array, "batch length heads head"]
 Keys = Float[Array, "batch length kv_heads head"]
@@ -53,12 +58,12 @@ class _Mask(NamedTuple):
             some &= key_at + length > query_at - self.window + 1
         return some
 
-    def of(self, query_at: Array, key_at: Array, length: int) -> Array | None:
-        """Return [length, length] which keys of one block the queries of another see; None = all."""
+    def of(self, query_at: Array, key_at: Array, num_queries: int, num_keys: int) -> Array | None:
+        """Return [queries, keys] which of the keys the queries see, by where they begin; None = all."""
         if not self.causal:
             return None
-        query = query_at + jnp.arange(length)[:, None]
-        key = key_at + jnp.arange(length)[None, :]
+        query = query_at + jnp.arange(num_queries)[:, None]
+        key = key_at + jnp.arange(num_keys)[None, :]
         seen = key <= query
         return seen if self.window is None else seen & (key > query - self.window)
 
@@ -70,7 +75,7 @@ def ring_attention(
     *,
     causal: bool = False,
     window: int | None = None,
-    scale: float | None = None,
+    scale: float | Array | None = None,
     segments: Segments | None = None,
 ) -> Queries:
     """Return attention over positions that are cut over "context": keys go round in a ring.
@@ -80,18 +85,21 @@ def ring_attention(
     positions a query sees, its own included. `scale` of the products: by default 1 / sqrt(head). `segments`:
     positions see those of the same number only, as in packed rows.
 
+    Call it on a whole batch. Under `jax.vmap` over samples, name the axes of the replicas (`spmd_axis_name`),
+    or every replica computes all samples. Rows and heads are cut over replicas and "tensor" if these divide
+    them. It has gradients of any order in reverse mode, but no `jax.jvp`. Inside a `jax.shard_map` over other
+    axes, that one needs `check_vma=False`.
+
     Each device receives the keys and values of every other device once, and in the backward pass again, with
     their gradients in float32. The balance of a causal mask costs an exchange of queries, keys, values and
     results besides.
 
     Raises ValueError if lengths, heads and degrees do not divide as they must.
     """
-    degree = _degree()
-    mask = _checked(query, key, value, causal, window, scale, degree)
-    numbers = None if segments is None else jnp.asarray(segments)
+    degree, mask, query, numbers = _ready(query, key, value, segments, causal, window, scale)
     if degree == 1:
         return _alone(query, key, value, mask, numbers)
-    zigzag = causal and window is None
+    zigzag = causal and mask.window is None
     if zigzag and query.shape[1] // degree % 2:
         raise ValueError(
             f"causal ring_attention halves the positions of each device; {query.shape[1]} positions on "
@@ -114,26 +122,25 @@ def all_to_all_attention(
     *,
     causal: bool = False,
     window: int | None = None,
-    scale: float | None = None,
+    scale: float | Array | None = None,
     segments: Segments | None = None,
 ) -> Queries:
     """Return attention over positions that are cut over "context": devices exchange heads.
 
-    While it computes, each device has all positions of some heads. Arguments as of `ring_attention`. If
-    there are fewer heads of keys than devices in "context", keys are repeated.
+    While it computes, each device has all positions of some heads. Arguments, and where it may be called, as
+    of `ring_attention`. If the degree of "context" does not divide the heads of keys, keys are repeated and
+    sent several times.
 
     Raises ValueError if the degree of "context" does not divide the heads of a device.
     """
-    degree = _degree()
-    mask = _checked(query, key, value, causal, window, scale, degree)
-    numbers = None if segments is None else jnp.asarray(segments)
+    degree, mask, query, numbers = _ready(query, key, value, segments, causal, window, scale)
     if degree == 1:
         return _alone(query, key, value, mask, numbers)
 
     def local(query: Array, key: Array, value: Array, *segments: Array) -> Array:
         heads, kv_heads = query.shape[2], key.shape[2]
         copies = degree // math.gcd(degree, kv_heads)
-        if heads % degree or heads % (kv_heads * copies):
+        if heads % degree:
             raise ValueError(
                 f"all_to_all_attention deals {heads} heads ({kv_heads} of keys) on each device out to "
                 f"{degree} devices, which does not come out even. Use ring_attention, or a degree of context "
@@ -151,32 +158,82 @@ def all_to_all_attention(
 
 
 def _degree() -> int:
+    """Return the degree of "context" in the current mesh."""
     mesh = jax.sharding.get_abstract_mesh()
-    return mesh.shape.get(CONTEXT_AXIS, 1) if CONTEXT_AXIS not in mesh.manual_axes else 1
+    degree = mesh.shape.get(CONTEXT_AXIS, 1)
+    if degree > 1 and CONTEXT_AXIS in mesh.manual_axes:
+        raise ValueError(
+            f"this is inside a shard_map over {CONTEXT_AXIS!r}, where a device sees its own positions only. "
+            f"Leave {CONTEXT_AXIS!r} out of its axis_names: the function cuts the positions itself."
+        )
+    if degree > 1 and mesh.explicit_axes:
+        raise ValueError(
+            f"the mesh has explicit axes, {', '.join(mesh.explicit_axes)}. Make it with AxisType.Auto, as "
+            "layouts do."
+        )
+    return degree
 
 
 def _checked(
-    query: Queries,
-    key: Keys,
-    value: Keys,
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Array | None,
     causal: bool,
     window: int | None,
-    scale: float | None,
     degree: int,
-) -> _Mask:
-    length, heads, head = query.shape[1:]
-    if key.shape != value.shape or key.shape[1] != length or heads % key.shape[2]:
+) -> int | None:
+    """Refuse what does not fit together; returns the window, or None if it hides nothing."""
+    shapes = f"queries {query.shape}, keys {key.shape}, values {value.shape}"
+    if query.ndim != 4 or key.ndim != 4 or query.shape[2] % max(key.shape[2], 1):
         raise ValueError(
-            "keys and values must be [batch, length, kv_heads, head], where kv_heads divides the query's "
-            f"heads; got queries {query.shape}, keys {key.shape}, values {value.shape}."
+            "queries must be [batch, length, heads, head], and keys and values [batch, length, kv_heads, "
+            f"head], where kv_heads divides heads; got {shapes}."
         )
+    same = (*query.shape[:2], key.shape[2], query.shape[3])
+    if key.shape != same or value.shape != same:
+        raise ValueError(
+            f"queries, keys and values must have one batch, length and head; got {shapes}."
+        )
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(
+            f"queries, keys and values must have one type; got {query.dtype}, {key.dtype}, {value.dtype}."
+        )
+    if segments is not None and (
+        segments.shape != query.shape[:2] or not jnp.issubdtype(segments.dtype, jnp.integer)
+    ):
+        raise ValueError(
+            f"segments must be integers [batch, length], here {query.shape[:2]}; got {segments.dtype} "
+            f"{segments.shape}."
+        )
+    length = query.shape[1]
     if length % degree:
         raise ValueError(
             f"{length} positions cannot be cut over {degree} devices of context. Pad them to a multiple."
         )
     if window is not None and not (causal and window >= 1):
         raise ValueError(f"window={window} needs causal=True and at least 1: a query sees itself.")
-    return _Mask(causal, window, 1.0 / math.sqrt(head) if scale is None else scale)
+    return None if window is None or window >= length else window
+
+
+def _ready(
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Segments | None,
+    causal: bool,
+    window: int | None,
+    scale: float | Array | None,
+) -> tuple[int, _Mask, Array, Array | None]:
+    """Return the degree of "context", what a query sees, the queries and the numbers of the segments."""
+    degree = _degree()
+    numbers = None if segments is None else jnp.asarray(segments)
+    window = _checked(query, key, value, numbers, causal, window, degree)
+    if scale is None:
+        scale = 1.0 / math.sqrt(query.shape[-1])
+    elif not isinstance(scale, float | int):  # a learned one, which has a gradient
+        query, scale = (query * scale).astype(query.dtype), 1.0
+    return degree, _Mask(causal, window, float(scale)), query, numbers
 
 
 def _alone(query: Array, key: Array, value: Array, mask: _Mask, segments: Array | None) -> Array:
@@ -257,26 +314,28 @@ def _in_turns(
 
 
 def _ring_forward(blocks, query, key, value, segments):
-    grouped = _grouped(query, key)
-    own = blocks.begins(jax.lax.axis_index(CONTEXT_AXIS))
-    states = [_nothing_seen(part) for part in blocks.parts(grouped)]
-    passing = key, value, segments
-    for turn in range(blocks.turns):
-        following = _passed_on(passing, blocks.degree) if turn + 1 < blocks.turns else None
-        its = blocks.begins((jax.lax.axis_index(CONTEXT_AXIS) - turn) % blocks.degree)
-        for i, query_part in enumerate(blocks.parts(grouped)):
-            for j, seen in enumerate(_blocks_of(blocks, passing)):
-                same = _same(blocks, segments, i, seen)
-                see = functools.partial(
-                    _seen, blocks.mask, own[i], its[j], query_part, *seen[:2], same
-                )
-                some = blocks.mask.some(own[i], its[j], blocks.length)
-                states[i] = (
-                    see(states[i])
-                    if some is None
-                    else jax.lax.cond(some, see, lambda s: s, states[i])
-                )
-        passing = following
+    queries = blocks.parts(_grouped(query, key))
+    numbers = None if segments is None else blocks.parts(segments)
+    device = jax.lax.axis_index(CONTEXT_AXIS)
+    own = blocks.begins(device)
+
+    def see(turn, passing, states):
+        its = blocks.begins((device - turn) % blocks.degree)
+        new = list(states)
+        for i, j, seen in _pairs(blocks, passing):
+            same = None if numbers is None else numbers[i]
+            step = functools.partial(_seen, blocks.mask, own[i], its[j], queries[i], seen, same)
+            new[i] = _if_any(blocks.mask.some(own[i], its[j], blocks.length), step, new[i])
+        return new
+
+    def turn(carried, number):
+        passing, states = carried
+        following = _passed_on(passing, blocks.degree)
+        return (following, see(number, passing, states)), None
+
+    begin = (key, value, segments), [_nothing_seen(part) for part in queries]
+    (passing, states), _ = jax.lax.scan(turn, begin, jnp.arange(blocks.turns - 1))
+    states = see(blocks.turns - 1, passing, states)
     mixed = jnp.concatenate([total / of[..., None] for _, of, total in states], 3)
     logs = jnp.concatenate([highest + jnp.log(of) for highest, of, _ in states], 3)
     found = _ungrouped(mixed).astype(query.dtype)
@@ -287,33 +346,39 @@ def _ring_backward(blocks, saved, gradient):
     query, key, value, segments, found, logs = saved
     grouped, given = _grouped(query, key), _grouped(gradient, key)
     # What the softmax takes away: the mean of the gradient under its weights.
-    means = jnp.einsum(
-        "blkgh,blkgh->bkgl", *(x.astype(jnp.float32) for x in (given, _grouped(found, key)))
-    )
-    own = blocks.begins(jax.lax.axis_index(CONTEXT_AXIS))
+    wide = (x.astype(jnp.float32) for x in (given, _grouped(found, key)))
+    means = jnp.einsum("blkgh,blkgh->bkgl", *wide)
     of_queries = [blocks.parts(x) for x in (grouped, given)]
     of_queries += [blocks.parts(x, 3) for x in (logs, means)]
-    to_query = [jnp.zeros(part.shape, jnp.float32) for part in blocks.parts(grouped)]
-    passing = key, value, segments
-    gradients = [[jnp.zeros(x.shape, jnp.float32) for x in blocks.parts(y)] for y in (key, value)]
-    for turn in range(blocks.turns):
-        following = _passed_on(passing, blocks.degree) if turn + 1 < blocks.turns else None
-        its = blocks.begins((jax.lax.axis_index(CONTEXT_AXIS) - turn) % blocks.degree)
-        for i, of_query in enumerate(zip(*of_queries, strict=True)):
-            for j, seen in enumerate(_blocks_of(blocks, passing)):
-                same = _same(blocks, segments, i, seen)
-                add = functools.partial(
-                    _gradients, blocks.mask, own[i], its[j], of_query, *seen[:2], same
-                )
-                some = blocks.mask.some(own[i], its[j], blocks.length)
-                before = to_query[i], gradients[0][j], gradients[1][j]
-                after = (
-                    add(before) if some is None else jax.lax.cond(some, add, lambda s: s, before)
-                )
-                to_query[i], gradients[0][j], gradients[1][j] = after
-        if turn + 1 < blocks.turns:
-            gradients = _passed_on(gradients, blocks.degree)
-        passing = following
+    queries = [*zip(*of_queries, strict=True)]
+    numbers = None if segments is None else blocks.parts(segments)
+    device = jax.lax.axis_index(CONTEXT_AXIS)
+    own = blocks.begins(device)
+
+    def add(turn, passing, to_query, gradients):
+        its = blocks.begins((device - turn) % blocks.degree)
+        to_query, gradients = list(to_query), [list(parts) for parts in gradients]
+        for i, j, seen in _pairs(blocks, passing):
+            same = None if numbers is None else numbers[i]
+            step = functools.partial(
+                _gradients, blocks.mask, own[i], its[j], queries[i], seen, same
+            )
+            before = to_query[i], gradients[0][j], gradients[1][j]
+            after = _if_any(blocks.mask.some(own[i], its[j], blocks.length), step, before)
+            to_query[i], gradients[0][j], gradients[1][j] = after
+        return to_query, gradients
+
+    def turn(carried, number):
+        passing, to_query, gradients = carried
+        following = _passed_on(passing, blocks.degree)
+        to_query, gradients = add(number, passing, to_query, gradients)
+        return (following, to_query, _passed_on(gradients, blocks.degree)), None
+
+    to_query = [jnp.zeros(part.shape, jnp.float32) for part in of_queries[0]]
+    none = [[jnp.zeros(x.shape, jnp.float32) for x in blocks.parts(y)] for y in (key, value)]
+    begin = (key, value, segments), to_query, none
+    (passing, *sums), _ = jax.lax.scan(turn, begin, jnp.arange(blocks.turns - 1))
+    to_query, gradients = add(blocks.turns - 1, passing, *sums)
     gradients = _home(gradients, blocks)
     to_key, to_value = (jnp.concatenate(parts, 1).astype(key.dtype) for parts in gradients)
     return _flat(jnp.concatenate(to_query, 1)).astype(query.dtype), to_key, to_value, None
@@ -332,18 +397,21 @@ def _home(tree, blocks: _Blocks):
     return jax.tree.map(lambda x: jax.lax.ppermute(x, CONTEXT_AXIS, to_origin), tree)
 
 
-def _blocks_of(blocks: _Blocks, passing) -> list[tuple[Array, Array, Array | None]]:
-    key, value, segments = passing
-    numbers = [None] * 2 if segments is None else blocks.parts(segments)
-    return list(zip(blocks.parts(key), blocks.parts(value), numbers, strict=False))
+def _pairs(blocks: _Blocks, passing):
+    """Yield each pair of blocks: one of own queries, one of the keys, values and segments that pass."""
+    parts = [[None] * 2 if x is None else blocks.parts(x) for x in passing]
+    for i in range(2 if blocks.zigzag else 1):
+        for j, seen in enumerate(zip(*parts, strict=False)):
+            yield i, j, seen
 
 
-def _same(blocks: _Blocks, segments: Array | None, block: int, seen) -> Array | None:
-    """Return [batch, 1, 1, queries, keys] whether both are of one segment; None if there are none."""
-    if segments is None:
-        return None
-    own = blocks.parts(segments)[block]
-    return (own[:, :, None] == seen[2][:, None, :])[:, None, None]
+def _if_any(some: Array | None, step: Callable, before):
+    """Return what a step makes of `before` if it has any work; None = it always has."""
+    return (
+        step(before)
+        if some is None
+        else jax.lax.cond(some, step, lambda unchanged: unchanged, before)
+    )
 
 
 def _nothing_seen(query: Array) -> tuple[Array, Array, Array]:
@@ -354,43 +422,73 @@ def _nothing_seen(query: Array) -> tuple[Array, Array, Array]:
     return low, jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head), jnp.float32)
 
 
-def _products(mask: _Mask, query_at, key_at, query, key, same) -> Array:
+def _products(mask: _Mask, query_at, key_at, query, key, own_numbers, numbers) -> Array:
     """Return [batch, kv_heads, groups, queries, keys] scaled products, -inf where a query does not see."""
-    products = jnp.einsum("blkgh,bmkh->bkglm", query, key, preferred_element_type=jnp.float32)
-    products *= mask.scale
-    for seen in (mask.of(query_at, key_at, query.shape[1]), same):
-        if seen is not None:
-            products = jnp.where(seen, products, -jnp.inf)
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    products = product("blkgh,bmkh->bkglm", query, key) * mask.scale
+    seen = mask.of(query_at, key_at, query.shape[1], key.shape[1])
+    if seen is not None:
+        products = jnp.where(seen, products, -jnp.inf)
+    if numbers is not None:
+        same = own_numbers[:, :, None] == numbers[:, None, :]
+        products = jnp.where(same[:, None, None], products, -jnp.inf)
     return products
 
 
-def _seen(mask: _Mask, query_at, key_at, query, key, value, same, state):
-    """Return the state after seeing a block of keys."""
-    before, total, mixed = state
-    products = _products(mask, query_at, key_at, query, key, same)
-    highest = jnp.maximum(before, products.max(-1))
-    safe = jnp.where(jnp.isfinite(highest), highest, 0.0)  # nothing seen yet
-    weights = jnp.exp(products - safe[..., None])
-    shrink = jnp.exp(before - safe)
-    more = jnp.einsum(
-        "bkglm,bmkh->bkglh", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
-    )
-    return highest, total * shrink + weights.sum(-1), mixed * shrink[..., None] + more
+def _seen(mask: _Mask, query_at, key_at, query, passing, own_numbers, state):
+    """Return the state after seeing a block of keys, some of them at a time."""
+
+    def see(state, part):
+        begin, (key, value, numbers) = part
+        before, total, mixed = state
+        products = _products(mask, query_at, key_at + begin, query, key, own_numbers, numbers)
+        highest = jnp.maximum(before, products.max(-1))
+        safe = jnp.where(jnp.isfinite(highest), highest, 0.0)  # nothing seen yet
+        weights = jnp.exp(products - safe[..., None])
+        shrink = jnp.exp(before - safe)
+        product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        more = product("bkglm,bmkh->bkglh", weights.astype(value.dtype), value)
+        return (
+            highest,
+            total * shrink + weights.sum(-1),
+            mixed * shrink[..., None] + more,
+        ), None
+
+    return jax.lax.scan(see, state, _in_parts(passing))[0]
 
 
-def _gradients(mask: _Mask, query_at, key_at, of_query, key, value, same, before):
+def _gradients(mask: _Mask, query_at, key_at, of_query, passing, own_numbers, before):
     """Return the gradients of queries, keys and values, plus what one pair of blocks adds."""
     query, given, logs, means = of_query
+
+    def add(to_query, part):
+        begin, (key, value, numbers) = part
+        products = _products(mask, query_at, key_at + begin, query, key, own_numbers, numbers)
+        weights = jnp.exp(products - logs[..., None])
+        product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        to_value = product("bkglm,blkgh->bmkh", weights.astype(given.dtype), given)
+        to_weights = product("blkgh,bmkh->bkglm", given, value)
+        to_products = (weights * (to_weights - means[..., None]) * mask.scale).astype(query.dtype)
+        to_query += product("bkglm,bmkh->blkgh", to_products, key)
+        return to_query, (product("bkglm,blkgh->bmkh", to_products, query), to_value)
+
     to_query, to_key, to_value = before
-    products = _products(mask, query_at, key_at, query, key, same)
-    weights = jnp.exp(products - logs[..., None])
-    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    to_value += product("bkglm,blkgh->bmkh", weights.astype(given.dtype), given)
-    to_weights = product("blkgh,bmkh->bkglm", given, value)
-    to_products = (weights * (to_weights - means[..., None]) * mask.scale).astype(query.dtype)
-    to_query += product("bkglm,bmkh->blkgh", to_products, key)
-    to_key += product("bkglm,blkgh->bmkh", to_products, query)
-    return to_query, to_key, to_value
+    to_query, found = jax.lax.scan(add, to_query, _in_parts(passing))
+    more = (jnp.moveaxis(x, 0, 1).reshape(to_key.shape) for x in found)
+    return to_query, to_key + next(more), to_value + next(more)
+
+
+def _in_parts(passing):
+    """Return where each part of the keys begins, and [parts, batch, keys, ...] of what passes."""
+    length = passing[0].shape[1]
+    fewest, most = -(-length // KEYS_AT_ONCE), length // LEAST_KEYS_AT_ONCE
+    # Without a divisor in between, all at once: a handful of keys at a time would take for ever.
+    count = next((n for n in range(fewest, most + 1) if length % n == 0), 1)
+
+    def split(x):
+        return jnp.moveaxis(x.reshape(x.shape[0], count, -1, *x.shape[2:]), 1, 0)
+
+    return jnp.arange(count) * (length // count), jax.tree.map(split, passing)
 
 
 def _grouped(query: Array, key: Array) -> Array:

@@ -164,6 +164,14 @@ def test_what_no_row_holds_is_refused(sizes, wrong):
         share_rows(sizes, 10)
     with pytest.raises(ValueError, match="at least one document"):
         packed([], length=10)
+    with pytest.raises(TypeError):
+        share_rows([2.9, 2.9], 4)  # type: ignore
+
+
+def test_tokens_of_every_document_fit_into_the_rows():
+    documents = [np.array([1, 2], np.uint8), np.array([300, 70000], np.int32)]
+    assert packed(documents, length=4).tokens.tolist() == [[1, 2, 300, 70000]]
+    assert padded(documents, length=2, num_rows=2).tokens.tolist() == [[1, 2], [300, 70000]]
 
 
 VOCAB, WIDTH = 32, 16

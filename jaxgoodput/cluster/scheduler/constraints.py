@@ -42,6 +42,9 @@ Device = tuple[str, int]
 """Node name and local index."""
 
 
+WAITS_FOR_NODES = "waits: for nodes that are down or draining"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Constraints:
     """The jobs after input checks, and what a policy may not change about them."""
@@ -325,10 +328,10 @@ class _EmptyCluster:
     def refusals(self, views: Iterable[JobView]) -> dict[str, str]:
         """Return, by id, why jobs could not run even alone in the cluster; those that could are left out.
 
-        A job is not refused, but waits, if it could run alone once nodes that are down or draining are back.
+        A job is not refused, but waits, if it could run alone if nodes that are down or draining were back.
         """
         return {
-            view.spec.id: f"waits until nodes are back: {why}"
+            view.spec.id: f"{WAITS_FOR_NODES}: {why}"
             if self._could_run_later(view)
             else f"refused: {why}"
             for view in views

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from jaxgoodput.cluster.scheduler.alternatives import find_job
-from jaxgoodput.cluster.scheduler.constraints import constraints_of
+from jaxgoodput.cluster.scheduler.constraints import WAITS_FOR_NODES, constraints_of
 from jaxgoodput.cluster.scheduler.costs import cost
 from jaxgoodput.cluster.scheduler.free_room import FreeRoom, in_the_way, least_shapes
 from jaxgoodput.cluster.scheduler.kept_nodes import may_be_stopped
@@ -29,7 +29,8 @@ from jaxgoodput.specs import ClusterSpec, Node, Tenant
 
 Constraint = Literal[
     "none",  # it runs
-    "refused",  # it could not run even alone, at present
+    "refused",  # it could not run even alone
+    "nodes",  # it could run alone if nodes that are down or draining were back
     "budget",  # its own budget is spent
     "quota",
     "tenant limit",
@@ -86,11 +87,13 @@ def explain(
     if plan.allocations[job].devices:
         changes = _changes_for_other_kind(question, plan)
         return Explanation(job=job, constraint="none", message=plan.reasons[job], changes=changes)
-    if job in constraints_of(jobs, cluster, now_s, policy).refused:
+    refused = constraints_of(jobs, cluster, now_s, policy).refused
+    if job in refused:
         spent = question.view.spec.budget is not None and question.with_spec(budget=None)
+        waits = refused[job].startswith(WAITS_FOR_NODES)
         return Explanation(
             job=job,
-            constraint="budget" if spent else "refused",
+            constraint="nodes" if waits else "budget" if spent else "refused",
             message=plan.reasons[job],
             changes=_changes_for_refused(question),
         )
@@ -557,8 +560,10 @@ def _changes_for_refused(question: _Question) -> tuple[str, ...]:
     up = tuple(dataclasses.replace(node, state="up") for node in cluster.nodes)
     counts: dict[str, int] = {}
     for node in cluster.nodes:
-        if node.state == "down":
+        if node.state != "up":
             counts[node.kind] = counts.get(node.kind, 0) + node.num_devices
     if counts and question.with_cluster(nodes=up):
-        changes.append(f"the return of nodes that are down ({devices_in_words(counts)})")
+        changes.append(
+            f"the return of nodes that are down or draining ({devices_in_words(counts)})"
+        )
     return tuple(changes)

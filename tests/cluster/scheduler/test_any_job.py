@@ -51,7 +51,9 @@ def test_a_job_that_is_alone_runs_or_waits_for_nodes_or_is_refused(recipe, recip
         runs, could = (bool(plan.allocations["x"].devices) for plan in (now, later))
         assert could or not runs
         said = now.reasons["x"]
-        assert said.startswith("waits until nodes are back: ") == (could and not runs), said
+        assert said.startswith("waits: for nodes that are down or draining: ") == (
+            could and not runs
+        ), said
         assert said.startswith("refused: ") == (not could), said
 
 

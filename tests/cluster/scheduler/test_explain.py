@@ -1,6 +1,7 @@
 """What explain says is true: what it names as the remedy makes the job run."""
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given, settings
@@ -49,8 +50,10 @@ def test_the_devices_that_it_names_make_the_job_run(nodes, recipes):
     for job in jobs:
         said = explain(job.spec.id, jobs, cluster, Fifo(), 0.0, plan=plan)
         assert (said.constraint == "none") == bool(plan.allocations[job.spec.id].devices)
-        could_not = plan.reasons[job.spec.id].startswith(("refused", "waits until nodes are back"))
-        assert (said.constraint == "refused") == could_not
+        reason = plan.reasons[job.spec.id]
+        assert (said.constraint == "refused") == reason.startswith("refused")
+        waits = reason.startswith("waits: for nodes that are down or draining: ")
+        assert (said.constraint == "nodes") == waits
         assert said.message
         if said.constraint == "capacity":
             assert said.devices and said.changes
@@ -129,14 +132,17 @@ def test_refusals_come_with_a_remedy(spec, change):
     assert said.constraint == "refused" and change in said.changes
 
 
-def test_refusals_for_want_of_nodes_that_are_down():
-    broken = dataclasses.replace(
-        TWO, nodes=(TWO.nodes[0], dataclasses.replace(TWO.nodes[1], state="down"))
-    )
+@pytest.mark.parametrize("states", list(itertools.product(("up", "down", "draining"), repeat=2)))
+def test_jobs_wait_for_nodes_that_may_come_back(states):
+    nodes = (dataclasses.replace(n, state=s) for n, s in zip(TWO.nodes, states, strict=True))
+    broken = dataclasses.replace(TWO, nodes=tuple(nodes))
     said = explain("x", [view("x", mode="rigid", num_devices=8)], broken, Fifo(), 0.0)
-    assert (
-        said.constraint == "refused" and "the return of nodes that are down (4 a)" in said.changes
-    )
+    away = 4 * sum(state != "up" for state in states)
+    if not away:
+        assert said.constraint == "none"
+    else:
+        assert said.constraint == "nodes" and said.message.startswith("waits: ")
+        assert f"the return of nodes that are down or draining ({away} a)" in said.changes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,6 +38,11 @@ class PodSize:
                     f"{flag} {shortened(value)} is not a Kubernetes quantity. Write a number, "
                     "with a unit if it needs one, such as 4, 500m or 16Gi."
                 )
+        if _number(self.memory) <= _number(self.shared_memory):
+            raise ValueError(
+                f"--memory {self.memory} includes /dev/shm, and --shm {self.shared_memory} leaves nothing of "
+                "it for programs. Raise --memory or lower --shm."
+            )
 
     @property
     def cpus(self) -> float:
@@ -47,7 +52,7 @@ class PodSize:
     @property
     def memory_gib(self) -> float:
         """Memory in GiB, without /dev/shm, which may fill up."""
-        return max(_number(self.memory) - _number(self.shared_memory), 0.0) / 2**30
+        return (_number(self.memory) - _number(self.shared_memory)) / 2**30
 
     @property
     def resources(self) -> dict[str, Any]:

@@ -246,6 +246,8 @@ def test_names_that_kubernetes_does_not_take(name):
 
 @pytest.mark.parametrize("size", ["", "4 Gi", "4GB", "-1", "1e3", "many"])
 def test_sizes_that_kubernetes_does_not_take(size):
+    with pytest.raises(ValueError, match="--shm 8Gi leaves nothing"):
+        manifests.nodes(wanted(memory="8192Mi"))
     with pytest.raises(ValueError, match="quantity"):
         PodSize(cpu="1", memory=size, shared_memory="1Gi")
 
