@@ -284,7 +284,7 @@ def run_stream(cluster, jobs, policy=None, step_s=STEP_S):
 
 
 def least_idle(jobs, num_racks=3, beside=8):
-    """The share that is idle under any schedule while gangs are left: they leave `beside` devices in a rack."""
+    """The share that is idle under any schedule while gangs are left, with `beside` devices beside each."""
     hours = [work_s / 3600.0 for _, work_s in jobs]
     gangs = sum(h for (v, _), h in zip(jobs, hours, strict=True) if v.spec.level) / num_racks
     others = sum(
@@ -311,7 +311,8 @@ def cases():
     idle, could, dropped, hours = run_stream(cluster_of([8] * 9, per_rack=3), jobs)
     print(
         f"{'40 jobs on 72 devices in racks':48s} idle while a job waits {idle:.1%}, while one would fit "
-        f"{could:.1%}; under any schedule {least_idle(jobs):.1%}; dropped {dropped}; done after {hours:.1f} h",
+        f"{could:.1%}; under any schedule {least_idle(jobs):.1%}; dropped {dropped}; done after "
+        f"{hours:.1f} h",
         flush=True,
     )
 
