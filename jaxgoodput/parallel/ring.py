@@ -83,7 +83,7 @@ def ring_attention(
     `query` and the result are `[batch, length, heads, head]`; `key` and `value` have `kv_heads`.
     Groups of `heads / kv_heads` query heads share keys and values. `window`: with `causal`, how many
     positions a query sees, its own included. `scale` of the products: by default 1 / sqrt(head). `segments`:
-    positions see those of the same number only, as in packed rows.
+    a position sees only positions with its own number, as in packed rows.
 
     Call it on a whole batch. Under `jax.vmap` over samples, name the axes of the replicas (`spmd_axis_name`),
     or every replica computes all samples. Rows and heads are cut over replicas and "tensor" if these divide

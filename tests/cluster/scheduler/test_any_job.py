@@ -39,7 +39,7 @@ def test_sizes_between_a_jobs_limits_are_offered(mode, least, most):
     assert plan.allocations["x"].num_devices == min(most, 8), plan.reasons
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(nodes(), job_recipes())
 def test_a_job_that_is_alone_runs_or_waits_for_nodes_or_is_refused(recipe, recipes):
     cluster = cluster_of(recipe)
