@@ -274,6 +274,24 @@ def test_it_is_itself_inside_other_transformations(attention):
     assert_close(under(strategy, of_replicas, *arguments)[1], alone)
 
 
+@pytest.mark.slow
+@BOTH
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": 3}])
+def test_second_derivatives_are_those_of_one_device(attention, options):
+    arguments = arrays(1, 8, 2, 2, head=4)
+    model = functools.partial(attention, **options)
+
+    def second(*arguments):
+        def first(*arguments):
+            gradients = with_gradients(model)(*arguments)[1:]
+            return sum(jnp.sum(jnp.cos(x) * x) for x in gradients)
+
+        return jax.grad(first, argnums=(0, 1, 2))(*arguments)
+
+    found = under(Strategy(context=2), second, *arguments)[1]
+    assert_close(found, jax.jit(second)(*arguments))
+
+
 @BOTH
 def test_a_learned_scale_has_its_gradient(attention):
     query, key, value = arrays(2, 16, 4, 2)
