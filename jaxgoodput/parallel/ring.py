@@ -8,11 +8,12 @@ do nearly all the work, so each device takes one block of the first half of the 
 opposite to it in the second half ("zigzag"); then every device computes two of four pairs of blocks in every
 turn. With a window that is short beside the sequence, work is nearly even as it is, and the ring ends with
 the last device that a window reaches. A device multiplies its queries with `KEYS_AT_ONCE` keys at a time, so
-memory grows with its positions and not with their square.
+memory grows with its positions and not with their square, if these have a divisor that allows such parts.
 
 `all_to_all_attention`: devices exchange parts, so that each has all positions of some heads, and exchange the
 results back (Jacobs et al. 2023, "DeepSpeed Ulysses"). It sends less, if the degree is above 2 or so and
-heads are many, but the degree must divide the heads, and each device attends over the whole sequence.
+heads are many, but the degree must divide the heads, and each device attends over the whole sequence, with
+the memory that `jax.nn.dot_product_attention` takes for that.
 
 Both equal attention on one device, up to rounding. Without a mesh, or if nothing is cut over "context", they
 are `jax.nn.dot_product_attention`.

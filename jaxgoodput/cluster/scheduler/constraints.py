@@ -42,9 +42,6 @@ Device = tuple[str, int]
 """Node name and local index."""
 
 
-WAITS_FOR_NODES = "waits: for nodes that are down or draining"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Constraints:
     """The jobs after input checks, and what a policy may not change about them."""
@@ -54,7 +51,9 @@ class Constraints:
     held: Mapping[str, str]
     """Jobs that keep their devices, each with the reason."""
     refused: Mapping[str, str]
-    """Jobs that cannot run, or not before nodes are back, each with the reason."""
+    """Jobs that cannot run, each with the reason."""
+    for_nodes: frozenset[str]
+    """Refused jobs that could run alone if nodes that are down or draining were back."""
     remarks: Mapping[str, str]
     """Warnings for users, by job id."""
     reserved: Mapping[str | None, Devices]
@@ -93,12 +92,14 @@ def constraints_of(
     solvent = {id_: view for id_, view in views.items() if id_ not in spent}
     held = _held(solvent, nodes, now_s)
     movable = [view for id_, view in solvent.items() if id_ not in held]
-    unknown = _unknown_needs(movable, cluster, policy)
+    unknown, refused = _unknown_needs(movable, cluster, policy), empty.refusals(movable)
     return Constraints(
         views=views,
         held=held,
-        refused={id_: f"refused: {why}" for id_, why in (spent | unknown).items()}
-        | empty.refusals(movable),
+        refused=spent | unknown | refused,
+        for_nodes=frozenset(
+            id_ for id_ in refused if id_ not in unknown and empty.could_run_later(views[id_])
+        ),
         remarks=remarks,
         reserved=_reserved(views, held, cluster, now_s),
     )
@@ -326,28 +327,20 @@ class _EmptyCluster:
         return found
 
     def refusals(self, views: Iterable[JobView]) -> dict[str, str]:
-        """Return, by id, why jobs could not run even alone in the cluster; those that could are left out.
-
-        A job is not refused, but waits, if it could run alone if nodes that are down or draining were back.
-        """
+        """Return, by id, why jobs could not run even alone in the cluster; those that could are left out."""
         return {
-            view.spec.id: f"{WAITS_FOR_NODES}: {why}"
-            if self._could_run_later(view)
-            else f"refused: {why}"
+            view.spec.id: needs_reason(view, self._cluster)
+            or no_shape_reason(
+                view,
+                self._devices,
+                self._has_room,
+                has_table=view.spec.id not in self._without_table,
+            )
             for view in views
             if not any(self.could_run(view.spec, shape) for shape in view.goodput)
-            for why in (self._why_not(view),)
         }
 
-    def _why_not(self, view: JobView) -> str:
-        return needs_reason(view, self._cluster) or no_shape_reason(
-            view,
-            self._devices,
-            self._has_room,
-            has_table=view.spec.id not in self._without_table,
-        )
-
-    def _could_run_later(self, view: JobView) -> bool:
+    def could_run_later(self, view: JobView) -> bool:
         """Return whether a job could run alone if all nodes were up."""
         nodes = self._cluster.nodes
         if all(node.state == "up" for node in nodes):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from jaxgoodput.cluster.scheduler.alternatives import find_job
-from jaxgoodput.cluster.scheduler.constraints import WAITS_FOR_NODES, constraints_of
+from jaxgoodput.cluster.scheduler.constraints import constraints_of
 from jaxgoodput.cluster.scheduler.costs import cost
 from jaxgoodput.cluster.scheduler.free_room import FreeRoom, in_the_way, least_shapes
 from jaxgoodput.cluster.scheduler.kept_nodes import may_be_stopped
@@ -87,13 +87,12 @@ def explain(
     if plan.allocations[job].devices:
         changes = _changes_for_other_kind(question, plan)
         return Explanation(job=job, constraint="none", message=plan.reasons[job], changes=changes)
-    refused = constraints_of(jobs, cluster, now_s, policy).refused
-    if job in refused:
+    fixed = constraints_of(jobs, cluster, now_s, policy)
+    if job in fixed.refused:
         spent = question.view.spec.budget is not None and question.with_spec(budget=None)
-        waits = refused[job].startswith(WAITS_FOR_NODES)
         return Explanation(
             job=job,
-            constraint="nodes" if waits else "budget" if spent else "refused",
+            constraint="nodes" if job in fixed.for_nodes else "budget" if spent else "refused",
             message=plan.reasons[job],
             changes=_changes_for_refused(question),
         )

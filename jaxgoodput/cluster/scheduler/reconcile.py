@@ -351,7 +351,12 @@ def _plan(jobs: Sequence[JobView], answers: _Round, solved_s: float, next_solve_
         allocations[id_] = allocation_of(
             view.allocation, given.devices, given.share_group if given.devices else None
         )
-        said = fixed.refused[id_] if id_ in fixed.refused else answers.reasons[id_]
+        if id_ in fixed.for_nodes:
+            said = f"waits: for nodes that are down or draining: {fixed.refused[id_]}"
+        elif id_ in fixed.refused:
+            said = f"refused: {fixed.refused[id_]}"
+        else:
+            said = answers.reasons[id_]
         reasons[id_] = f"{said}; {fixed.remarks[id_]}" if id_ in fixed.remarks else said
         if given.devices != view.allocation.devices:
             was = "resize" if view.allocation.devices else "start"
