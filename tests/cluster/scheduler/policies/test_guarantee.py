@@ -183,3 +183,20 @@ def test_a_paused_job_is_due_soon_unless_many_more_want_devices_than_there_are(r
     )
     problem = ShapeProblem.of([*others, new], EIGHT, 0.0)
     assert not due(problem, 0.25, 3600.0).waited_s.any()
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=12),
+    patience_s=st.sampled_from([600.0, 3600.0]),
+)
+def test_a_turn_falls_due_at_its_time_and_not_at_the_plan_after_it(sizes, patience_s):
+    """Plans may be a quarter of an hour apart."""
+    most_s = 2.0 * max(sum(sizes) / 8, 1.0) * patience_s
+
+    def waited_s(age_s):
+        jobs = [rigid(f"j{i}", size, submitted_s=-age_s) for i, size in enumerate(sizes)]
+        return due(ShapeProblem.of(jobs, EIGHT, 0.0), 1e-6, patience_s).waited_s
+
+    assert (waited_s(most_s) == most_s).all()
+    assert not waited_s(most_s - 1.0).any()
